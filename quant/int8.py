@@ -1,0 +1,51 @@
+"""Symmetric int8 quantization.
+
+Weights carry one scale per output channel, activations one scale per token, taken at run time:
+
+    w_q = round(w / w_scale)   w_scale = max|w| over the row   / 127
+    x_q = round(x / x_scale)   x_scale = max|x| over the token / 127
+    y   = (x_q @ w_q.T) * w_scale * x_scale (+ bias)
+
+Codes are in [-127, 127]: the format is symmetric, and -128 would only disturb kernels that
+compensate for a zero point. The products are summed in int32, which is exact in any order, so a
+token's result has the same bits alone and in company: the property that makes speculative
+verification reproduce plain decoding. An all-zero row or token gets the scale 1.
+
+The head may use more bits for its activations at no cost in bytes: `max_code` bounds the codes so
+that no int32 sum can overflow. (SmoothQuant, arXiv 2211.10438, describes the per-channel,
+per-token scheme.)
+
+Legend: M tokens, N output channels, K input channels.
+"""
+
+import torch
+
+MAX_CODE = 127
+_INT32_MAX = 2**31 - 1
+
+
+def max_activation_code(num_inputs: int) -> int:
+    """The largest activation code whose sums with int8 weights over K inputs fit an int32."""
+    return min(2**15 - 1, _INT32_MAX // (MAX_CODE * num_inputs))
+
+
+def quantize_rows(x_MK: torch.Tensor, max_code: int = MAX_CODE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each row with its own scale.
+
+    Args:
+        x_MK: a floating-point matrix; not changed.
+        max_code: codes lie in [-max_code, max_code]; above 127 they are returned as int16.
+
+    Returns:
+        Codes [M, K] (int8 or int16) and scales [M] (float32).
+    """
+    x_MK = x_MK.float()
+    largest_M = x_MK.abs().amax(dim=1)
+    scale_M = torch.where(largest_M > 0, largest_M / max_code, torch.ones_like(largest_M))
+    codes_MK = (x_MK / scale_M[:, None]).round().clamp(-max_code, max_code)
+    return codes_MK.to(torch.int8 if max_code <= MAX_CODE else torch.int16), scale_M
+
+
+def dequantize_rows(codes_MK: torch.Tensor, scale_M: torch.Tensor) -> torch.Tensor:
+    """The float32 matrix that codes and row scales stand for."""
+    return codes_MK.float() * scale_M[:, None]

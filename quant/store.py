@@ -1,0 +1,52 @@
+"""Converted weights in Ray's object store: made once by one task, attached by every actor.
+
+The pieces are return values of a task that the driver submits, so the driver owns them and Ray can
+make a lost one again from its lineage (conversion is deterministic). They are numpy buffers, so every
+process of a node reads the same shared memory.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from quant.architecture import Architecture
+from quant.checkpoint import open_checkpoint
+from quant.config import QuantConfig
+from quant.convert import Piece, convert, num_pieces, weights_digest
+
+
+@dataclass(frozen=True)
+class WeightsRef:
+    """Weights in the object store. Whoever made it must keep it alive for the job's length.
+
+    The references sit in a field, not in a task's arguments: Ray would pin plain arguments, and would
+    fail to restart an actor whose constructor arguments were evicted (ray#53727).
+    """
+
+    architecture: Architecture
+    digest: str
+    pieces: tuple["ray.ObjectRef[Piece]", ...]
+
+    def attach(self) -> list[Piece]:
+        """Read-only views of the pieces in shared memory; waits for the conversion to end."""
+        return ray.get(list(self.pieces))
+
+
+def convert_to_store(folder: Path, config: QuantConfig) -> WeightsRef:
+    """Submit the one conversion task; returns at once with references to its pieces.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read or run, found before anything is submitted.
+    """
+    checkpoint = open_checkpoint(folder)
+    task = _convert_task.options(num_returns=num_pieces(checkpoint), name="convert")
+    refs = task.remote(str(folder), config)
+    return WeightsRef(checkpoint.architecture, weights_digest(checkpoint, config), tuple(refs))
+
+
+# A generator with a fixed number of returns: Ray stores each piece as it is yielded, so the task
+# never holds more than one layer beside what it is reading.
+@ray.remote(num_cpus=1, max_retries=3)
+def _convert_task(folder: str, config: QuantConfig):  # type: ignore[no-untyped-def]
+    yield from convert(open_checkpoint(Path(folder)), config)

@@ -1,0 +1,1 @@
+"""Compute: an engine that drafts, verifies and accepts, and the actor around it."""

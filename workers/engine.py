@@ -1,0 +1,202 @@
+"""The one loop: admit, draft, verify, accept, retire.
+
+Plain decoding is the same loop with nothing drafted, prefill the same pass with more tokens a row.
+Ray is not needed here.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from workers.acceptance import accept
+from workers.backend import StepBatch
+from workers.model import TargetModel
+from workers.proposer import Draft, ProposerFactory
+from workers.request import Completion, Request
+from workers.row import Row
+from workers.sampling import NonFiniteLogitsError, StepLogits
+from workers.stopping import Detokenizer
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes the engine is built for.
+
+    Attributes:
+        max_num_seqs: rows generated at once.
+        max_num_batched_tokens: prompt tokens one pass may take beside the decoding rows' tokens.
+        max_model_len: positions of a cache row: the longest prompt plus answer.
+        num_spec_tokens: most tokens drafted per row and step; 0 drafts nothing.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_spec_tokens: int
+
+
+@dataclass(frozen=True)
+class _Window:
+    """One row's part of a pass: tokens from its cached length on, the last `num_logits` of them with
+    logits wanted, the last len(draft) of them drafted.
+    """
+
+    row: Row
+    token_ids: list[int]
+    num_logits: int
+    draft: Draft
+
+
+class Engine:
+    """Generates completions with continuous batching and speculative verification."""
+
+    def __init__(
+        self,
+        model: TargetModel,
+        limits: EngineLimits,
+        proposer_factory: ProposerFactory,
+        detokenizer: Detokenizer,
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._new_proposer = proposer_factory
+        self._detokenizer = detokenizer
+        self._cache = model.new_cache(limits.max_num_seqs, limits.max_model_len)
+        self._free_slots = list(range(limits.max_num_seqs))[::-1]
+        self._waiting: deque[Request] = deque()
+        self._rows: list[Row] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests added but not yet in a row."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._waiting or self._rows)
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes asked for by the key/value cache."""
+        return self._cache.nbytes
+
+    def add(self, request: Request) -> None:
+        """Queue a request; rows are filled in the order of arrival."""
+        self._waiting.append(request)
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield one completion per request as they finish, pulling requests as slots come free."""
+        source = iter(requests)
+        while True:
+            for request in islice(source, self._limits.max_num_seqs - self.num_waiting):
+                self.add(request)
+            if not self.has_work:
+                return
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Run one pass over all rows and return the completions it finished."""
+        refused = self._admit()
+        windows = self._plan_pass()
+        if windows:
+            logits = self._verify(windows)
+            at = 0
+            for window in windows:
+                self._accept(window, logits, at)
+                at += window.num_logits
+        return refused + self._retire()
+
+    def _admit(self) -> list[Completion]:
+        """Move waiting requests to free cache rows; requests that cannot run are refused."""
+        refused = []
+        while self._waiting and self._free_slots:
+            request = self._waiting.popleft()
+            if reason := self._reason_to_refuse(request):
+                refused.append(
+                    Completion(request, "error", error=reason, error_type="InvalidPrompt")
+                )
+                continue
+            self._rows.append(
+                Row(
+                    request,
+                    slot=self._free_slots.pop(),
+                    proposer=self._new_proposer(request),
+                    detokenizer=self._detokenizer,
+                    eos_token_ids=self._model.architecture.eos_token_ids,
+                    max_len=self._limits.max_model_len,
+                )
+            )
+        return refused
+
+    def _reason_to_refuse(self, request: Request) -> str | None:
+        prompt, vocab_size = request.prompt_token_ids, self._model.architecture.vocab_size
+        if not prompt:
+            return "the prompt has no tokens"
+        if len(prompt) >= self._limits.max_model_len:
+            return (
+                f"the prompt has {len(prompt)} tokens, and no room is left for an answer within "
+                f"{self._limits.max_model_len}"
+            )
+        named = [*prompt, *request.params.stop_token_ids]
+        if outside := [i for i in named if not 0 <= i < vocab_size]:
+            return f"token id {outside[0]} is not in the vocabulary of {vocab_size}"
+        return None
+
+    def _plan_pass(self) -> list[_Window]:
+        """Decide every row's tokens for this pass: decoding rows in full, prompts up to the budget."""
+        windows = []
+        budget = self._limits.max_num_batched_tokens
+        for row in self._rows:
+            pending = row.pending_prompt
+            if not pending:
+                draft = row.propose(self._limits.num_spec_tokens)
+                tokens = [row.token_ids[-1], *draft.token_ids]
+                windows.append(_Window(row, tokens, len(tokens), draft))
+            elif budget > 0:
+                chunk = pending[:budget]
+                budget -= len(chunk)
+                windows.append(_Window(row, chunk, int(len(chunk) == len(pending)), Draft()))
+        return windows
+
+    def _verify(self, windows: list[_Window]) -> StepLogits:
+        """Run the target model once over all windows."""
+        token_ids, rows, positions, wanted = [], [], [], []
+        for window in windows:
+            start, length = window.row.num_cached, len(window.token_ids)
+            token_ids += window.token_ids
+            rows += [window.row.slot] * length
+            positions += range(start, start + length)
+            wanted += range(len(token_ids) - window.num_logits, len(token_ids))
+        batch = StepBatch(*(torch.tensor(v) for v in (token_ids, rows, positions)), torch.tensor(wanted, dtype=torch.int64))
+        return StepLogits(self._model.forward(batch, self._cache).numpy(force=True))
+
+    def _accept(self, window: _Window, logits: StepLogits, at: int) -> None:
+        """Take over what the pass says about one row, and roll its cache back to that."""
+        row = window.row
+        row.num_cached += len(window.token_ids)
+        if not window.num_logits:
+            return
+        try:
+            acceptance = accept(
+                window.draft.token_ids, lambda j: row.next_token(logits, at + j), row.ends
+            )
+        except NonFiniteLogitsError as error:
+            row.fail(error)
+            return
+        row.commit(acceptance, len(window.draft.token_ids))
+
+    def _retire(self) -> list[Completion]:
+        """Take finished rows out of the batch."""
+        finished = [row for row in self._rows if row.is_finished]
+        self._rows = [row for row in self._rows if not row.is_finished]
+        self._free_slots += [row.slot for row in finished]
+        return [
+            row.complete(self._detokenizer, self._limits.num_spec_tokens, time.monotonic())
+            for row in finished
+        ]
