@@ -129,7 +129,7 @@ def _read_raw_config(folder: Path) -> dict[str, Any]:
 
 
 def _parse_config(folder: Path) -> Any:
-    """transformers' own reading of config.json, which knows every legacy spelling."""
+    """Transformers' own reading of config.json, which knows every legacy spelling."""
     from transformers import AutoConfig
 
     try:

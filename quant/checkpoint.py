@@ -52,13 +52,12 @@ def find_checkpoint(model: str) -> Path:
         raise CheckpointError(f"{model}: is a file; give the folder of a Hugging Face checkpoint")
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise CheckpointError(f"{model}: no such folder")
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"{model}: no such folder, and not to be had from the model hub ({reason})"
@@ -76,7 +75,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if missing := sorted(expected - present):
         raise CheckpointError(f"{folder}: {len(missing)} tensors missing, such as {missing[0]}")
     if unknown := sorted(present - expected):
-        raise CheckpointError(f"{folder}: {len(unknown)} tensors not understood, such as {unknown[0]}")
+        raise CheckpointError(
+            f"{folder}: {len(unknown)} tensors not understood, such as {unknown[0]}"
+        )
     return Checkpoint(folder, architecture, files)
 
 

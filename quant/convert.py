@@ -81,9 +81,7 @@ def _convert_layer(checkpoint: Checkpoint, config: QuantConfig, index: int) -> P
         norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     for ours, theirs in norms.items():
         piece[ours] = _float_array(_read(checkpoint, f"{layer}.{theirs}.weight"), config)
-    for fused, (module, parts, bias) in zip(
-        _FUSED_NAMES, linear_groups(architecture), strict=True
-    ):
+    for fused, (module, parts, bias) in zip(_FUSED_NAMES, linear_groups(architecture), strict=True):
         names = [f"{layer}.{module}.{part}" for part in parts]
         weight = torch.cat([_read(checkpoint, f"{name}.weight") for name in names])
         _put(piece, fused, weight, config, int8=config.precision == "w8a8")

@@ -29,7 +29,9 @@ def max_activation_code(num_inputs: int) -> int:
     return min(2**15 - 1, _INT32_MAX // (MAX_CODE * num_inputs))
 
 
-def quantize_rows(x_MK: torch.Tensor, max_code: int = MAX_CODE) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    x_MK: torch.Tensor, max_code: int = MAX_CODE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each row with its own scale.
 
     Args:

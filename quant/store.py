@@ -41,7 +41,7 @@ def convert_to_store(folder: Path, config: QuantConfig) -> WeightsRef:
     """
     checkpoint = open_checkpoint(folder)
     task = _convert_task.options(num_returns=num_pieces(checkpoint), name="convert")
-    refs = task.remote(str(folder), config)
+    refs: list[ray.ObjectRef[Piece]] = task.remote(str(folder), config)  # type: ignore[assignment]
     return WeightsRef(checkpoint.architecture, weights_digest(checkpoint, config), tuple(refs))
 
 

@@ -86,7 +86,7 @@ class Backend(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * gain over the last dimension of [T, n] or [T, heads, D]."""
+        """X / rms(x) * gain over the last dimension of [T, n] or [T, heads, D]."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class TorchBackend:
         return int8_linear
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * gain over the last dimension."""
+        """X / rms(x) * gain over the last dimension."""
         return F.rms_norm(x, gain.shape, gain, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,11 @@ class TorchBackend:
 
 
 def _empty_cache(
-    architecture: Architecture, num_rows: int, max_len: int, dtype: torch.dtype, device: torch.device
+    architecture: Architecture,
+    num_rows: int,
+    max_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KVCache:
     shape = (
         architecture.num_layers,

@@ -8,7 +8,10 @@ ProposerName = Literal["none", "ngram"]
 
 
 def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    """A lone string is one stop string; JSON has lists where the field is a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 class SamplingParams(BaseModel):
@@ -22,7 +25,9 @@ class SamplingParams(BaseModel):
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass.")
     top_k: int = Field(0, ge=-1, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Drop tokens below this share of the likeliest."
+    )
     max_tokens: int = Field(256, ge=1, description="The most tokens an answer may have.")
     min_tokens: int = Field(0, ge=0, description="No EOS and no stop before so many tokens.")
     stop: Annotated[
@@ -64,7 +69,9 @@ class EngineConfig(BaseModel):
         512, ge=1, description="Prompt tokens a pass may add to the decoding rows' tokens."
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt plus answer, in tokens; None: the model's own limit."
+        None,
+        ge=2,
+        description="Longest prompt plus answer, in tokens; None: the model's own limit.",
     )
     proposer: ProposerName = Field("ngram", description="Where drafts come from.")
     num_speculative_tokens: int = Field(5, ge=0, le=64, description="Most tokens drafted per step.")

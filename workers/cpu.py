@@ -48,7 +48,7 @@ class CpuBackend(TorchBackend):
         return int8_linear
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * gain over the last dimension."""
+        """X / rms(x) * gain over the last dimension."""
         out = torch.empty(x.shape)
         heads = (len(x), -1, x.shape[-1])
         kernels.rms_norm(_array(x.reshape(heads)), gain.numpy(), eps, out.view(heads).numpy())

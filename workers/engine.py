@@ -166,14 +166,18 @@ class Engine:
 
     def _verify(self, windows: list[_Window]) -> StepLogits:
         """Run the target model once over all windows."""
-        token_ids, rows, positions, wanted = [], [], [], []
+        token_ids: list[int] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
         for window in windows:
             start, length = window.row.num_cached, len(window.token_ids)
             token_ids += window.token_ids
             rows += [window.row.slot] * length
             positions += range(start, start + length)
             wanted += range(len(token_ids) - window.num_logits, len(token_ids))
-        batch = StepBatch(*(torch.tensor(v) for v in (token_ids, rows, positions)), torch.tensor(wanted, dtype=torch.int64))
+        columns = (token_ids, rows, positions, wanted)
+        batch = StepBatch(*(torch.tensor(column, dtype=torch.int64) for column in columns))
         return StepLogits(self._model.forward(batch, self._cache).numpy(force=True))
 
     def _accept(self, window: _Window, logits: StepLogits, at: int) -> None:

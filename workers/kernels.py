@@ -48,7 +48,7 @@ def _to_bf16(value):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always", fastmath=_FAST)
 def _exp(x):  # type: ignore[no-untyped-def]
-    """exp in float32, branch-free so that loops vectorize (Cephes' expf; 2 ulp)."""
+    """Compute exp in float32, branch-free so that loops vectorize (Cephes' expf; 2 ulp)."""
     x = min(max(x, np.float32(-87.3)), np.float32(88.3))
     n = np.float32(np.floor(x * _LOG2_E + np.float32(0.5)))
     r = x - n * _LN2_HIGH - n * _LN2_LOW
@@ -89,7 +89,7 @@ def quantize_rows(x_MK, max_code, codes_MK, scale_M):  # type: ignore[no-untyped
 
 @numba.njit(parallel=True, nogil=True, cache=True, fastmath=_FAST)
 def rms_norm(x_THD, gain_D, eps, out_THD):  # type: ignore[no-untyped-def]
-    """out = x / sqrt(mean(x ** 2) + eps) * gain over the last dimension."""
+    """Set out = x / sqrt(mean(x ** 2) + eps) * gain over the last dimension."""
     T, H, D = x_THD.shape
     for t in prange(T):
         for h in range(H):
@@ -103,7 +103,7 @@ def rms_norm(x_THD, gain_D, eps, out_THD):  # type: ignore[no-untyped-def]
 
 @numba.njit(parallel=True, nogil=True, cache=True, fastmath=_FAST)
 def silu_mul(gate_up_TJ, out_TI):  # type: ignore[no-untyped-def]
-    """out = gate * sigmoid(gate) * up for rows that hold gate, then up."""
+    """Set out = gate * sigmoid(gate) * up for rows that hold gate, then up."""
     T, I = out_TI.shape  # noqa: E741
     for t in prange(T):
         for i in range(I):
@@ -113,7 +113,7 @@ def silu_mul(gate_up_TJ, out_TI):  # type: ignore[no-untyped-def]
 
 @numba.njit(parallel=True, nogil=True, cache=True, fastmath=_FAST)
 def rotate(x_THD, cos_TC, sin_TC, out_THD):  # type: ignore[no-untyped-def]
-    """out = x with the pairs (i, i + D / 2) of every head rotated."""
+    """Set out = x with the pairs (i, i + D / 2) of every head rotated."""
     T, H, D = x_THD.shape
     half = D // 2
     for t in prange(T):
@@ -137,7 +137,7 @@ def store(keys_RGLD, values_RGLD, k_TGD, v_TGD, rows_T, positions_T):  # type: i
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, fastmath=_FAST)
-def attend(q_THD, keys_RGLD, values_RGLD, rows_T, positions_T, window, stride, out_THD):  # type: ignore[no-untyped-def]
+def attend(q_THD, keys_RGLD, values_RGLD, rows_T, positions_T, window, stride, out_THD):  # type: ignore[no-untyped-def]  # noqa: C901 - one pass over one row
     """Softmax attention of each query over its own row, positions max(0, p - window + 1)..p.
 
     Each (token, key/value head) is one piece of work; `stride`, coprime to their number, spreads

@@ -66,7 +66,9 @@ class NgramProposer:
     def propose(self, max_tokens: int) -> Draft:
         """Copy up to `max_tokens` tokens from the longest match."""
         for n in self._sizes:
-            start = self._following.get(tuple(self._tokens[-n:])) if n <= len(self._tokens) else None
+            start = (
+                self._following.get(tuple(self._tokens[-n:])) if n <= len(self._tokens) else None
+            )
             if start is not None:
                 known = self._tokens[start : start + max_tokens]
                 return Draft(tuple(known[j % len(known)] for j in range(max_tokens)))
@@ -79,4 +81,6 @@ def build_proposer(config: EngineConfig) -> ProposerFactory:
         case "none":
             return lambda _request: NoProposer()
         case "ngram":
-            return lambda _request: NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+            return lambda _request: NgramProposer(
+                config.prompt_lookup_min, config.prompt_lookup_max
+            )

@@ -108,7 +108,12 @@ class Row:
         if self._end is None:
             error = str(self._error), type(self._error).__name__.removesuffix("Error")
             return Completion(
-                self.request, "error", seconds=seconds, stats=stats, error=error[0], error_type=error[1]
+                self.request,
+                "error",
+                seconds=seconds,
+                stats=stats,
+                error=error[0],
+                error_type=error[1],
             )
         generated = tuple(self.token_ids[self._num_prompt :])
         text = detokenizer.decode(generated)

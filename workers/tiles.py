@@ -4,10 +4,10 @@ A tile computes the dot products of a few token rows with a few weight rows over
 Each (token, output) pair is summed in the same order whatever tile it falls into and whoever shares
 the pass, so a token's result has the same bits alone and in company.
 
-Why our own: on x86 without VNNI, oneDNN's u8 x s8 kernels add pairs of products in saturating int16
-and return wrong sums without a word, and torch._int_mm falls to a reference loop. Here int8 weights
-meet int16 activation codes in `pmaddwd` (or `vpdpwssd`): exact, portable, at the memory floor for few
-rows, and on weights in place: no repacked copy, so the actors of a node share one.
+Why our own: on x86 without VNNI, oneDNN's u8 x s8 kernels add pairs of products in saturating
+int16 and return wrong sums without a word, and torch._int_mm falls to a reference loop. Here int8
+weights meet int16 activation codes in `pmaddwd` (or `vpdpwssd`): exact, portable, at the memory floor
+for few rows, and on weights in place: no repacked copy, so the actors of a node share one.
 
 Legend: M tokens, N outputs, K inputs (padded to a multiple of TILE_K).
 """
@@ -37,7 +37,9 @@ def _int8_tile(b: ir.IRBuilder, x: list[_Value], w: list[_Value]) -> list[list[_
     odd = ir.Constant(half, list(range(1, TILE_K, 2)))
 
     def add_pairs(product: _Value) -> _Value:
-        return b.add(b.shuffle_vector(product, product, even), b.shuffle_vector(product, product, odd))
+        return b.add(
+            b.shuffle_vector(product, product, even), b.shuffle_vector(product, product, odd)
+        )
 
     x_wide = [b.sext(v, wide) for v in _load(b, x, ir.VectorType(_I16, TILE_K))]
     w_16 = [b.sext(v, ir.VectorType(_I16, TILE_K)) for v in _load(b, w, ir.VectorType(_I8, TILE_K))]
@@ -57,12 +59,16 @@ def _widen_bf16(b: ir.IRBuilder, bits: _Value, lanes: int) -> _Value:
 
 
 def _fma(b: ir.IRBuilder, x: _Value, y: _Value, z: _Value) -> _Value:
-    """x * y + z, rounded once, over vectors."""
+    """Vectors x * y + z, rounded once."""
     name = f"llvm.fma.v{x.type.count}f32"
     function = b.module.globals.get(name)
     if function is None:
         function = ir.Function(b.module, ir.FunctionType(x.type, [x.type] * 3), name)
     return b.call(function, [x, y, z])
+
+
+def _index(value: int) -> _Value:
+    return ir.Constant(_I64, value)
 
 
 def _sum_lanes(b: ir.IRBuilder, vector: _Value, add: Callable[[_Value, _Value], _Value]) -> _Value:
@@ -88,25 +94,26 @@ def _tile_intrinsic(num_m: int, num_n: int, *, floating: bool) -> Any:
 
     def codegen(_context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
         x, w, size_k, out = args
-        constant = lambda value: ir.Constant(_I64, value)  # noqa: E731
         accumulator = ir.VectorType(scalar, lanes)
         entry = b.block
         loop, done = b.append_basic_block("tile.loop"), b.append_basic_block("tile.done")
         b.branch(loop)
         b.position_at_end(loop)
         k = b.phi(_I64)
-        k.add_incoming(constant(0), entry)
+        k.add_incoming(_index(0), entry)
         sums = [[b.phi(accumulator) for _ in range(num_n)] for _ in range(num_m)]
 
         def addresses(base: _Value, count: int, size: int, offset: int = 0) -> list[_Value]:
-            at = b.add(k, constant(offset))
-            rows = [b.add(b.mul(size_k, constant(i)), at) for i in range(count)]
-            return [b.add(base, b.mul(row, constant(size))) for row in rows]
+            at = b.add(k, _index(offset))
+            rows = [b.add(b.mul(size_k, _index(i)), at) for i in range(count)]
+            return [b.add(base, b.mul(row, _index(size))) for row in rows]
 
         if floating:
             new = sums
             for offset in (0, lanes):
-                x_vectors = _load(b, addresses(x, num_m, x_size, offset), ir.VectorType(_F32, lanes))
+                x_vectors = _load(
+                    b, addresses(x, num_m, x_size, offset), ir.VectorType(_F32, lanes)
+                )
                 bits = _load(b, addresses(w, num_n, w_size, offset), ir.VectorType(_I16, lanes))
                 w_vectors = [_widen_bf16(b, v, lanes) for v in bits]
                 new = [
@@ -116,7 +123,7 @@ def _tile_intrinsic(num_m: int, num_n: int, *, floating: bool) -> Any:
         else:
             products = _int8_tile(b, addresses(x, num_m, x_size), addresses(w, num_n, w_size))
             new = [[b.add(sums[m][n], products[m][n]) for n in range(num_n)] for m in range(num_m)]
-        next_k = b.add(k, constant(TILE_K))
+        next_k = b.add(k, _index(TILE_K))
         k.add_incoming(next_k, loop)
         for m in range(num_m):
             for n in range(num_n):
@@ -128,7 +135,7 @@ def _tile_intrinsic(num_m: int, num_n: int, *, floating: bool) -> Any:
         add = b.fadd if floating else b.add
         for m in range(num_m):
             for n in range(num_n):
-                target = b.gep(pointer, [constant(m * num_n + n)])
+                target = b.gep(pointer, [_index(m * num_n + n)])
                 b.store(_sum_lanes(b, new[m][n], add), target)
         return _context.get_dummy_value()
 
@@ -147,7 +154,7 @@ _bf16_1x2 = _tile_intrinsic(1, _TILE_N, floating=True)
 
 @numba.njit(parallel=True, nogil=True, cache=True)
 def matmul_int8(x_MK, x_scale_M, w_NK, w_scale_N, bias_N, out_MN):  # type: ignore[no-untyped-def]
-    """out = (x @ w.T) * w_scale * x_scale + bias, the sums exact in int32.
+    """Set out = (x @ w.T) * w_scale * x_scale + bias, the sums exact in int32.
 
     int16 codes [M, K] with float32 scales [M]; int8 codes [N, K] with float32 scales [N]; float32
     bias [N] or [0]; float32 out [M, N]. K must be a multiple of TILE_K, N at least 2.
@@ -180,7 +187,7 @@ def matmul_int8(x_MK, x_scale_M, w_NK, w_scale_N, bias_N, out_MN):  # type: igno
 
 @numba.njit(parallel=True, nogil=True, cache=True)
 def matmul_bf16(x_MK, w_NK, bias_N, out_MN):  # type: ignore[no-untyped-def]
-    """out = x @ w.T + bias for float32 x [M, K] and bfloat16 (as uint16) w [N, K].
+    """Set out = x @ w.T + bias for float32 x [M, K] and bfloat16 (as uint16) w [N, K].
 
     float32 bias [N] or [0]; float32 out [M, N]. K must be a multiple of TILE_K, N at least 2.
     """

@@ -1,0 +1,1 @@
+"""Commands: the only place that knows the command line."""

@@ -1,0 +1,46 @@
+"""`python -m jobs COMMAND`: dispatch, and one line for every mistake that is the user's to mend."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+_COMMANDS = ("generate", "demo")
+_USAGE = """usage: python -m jobs COMMAND [options]
+
+commands:
+  generate   generate a data set: prompts in, answers with acceptance statistics out
+  demo       the same with the demo model and the example prompts, shown in the terminal
+
+python -m jobs COMMAND --help lists a command's options."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command. Exit codes: 0 done, 1 a fault of ours, 2 bad configuration or input."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if arguments else 2
+    if arguments[0] not in _COMMANDS:
+        print(f"error: unknown command {arguments[0]!r}\n\n{_USAGE}", file=sys.stderr)
+        return 2
+    from pipeline.errors import InputError
+    from quant.errors import CheckpointError
+
+    try:
+        return _command(arguments[0])(arguments[1:])
+    except (InputError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    """Import a command only when it runs: Ray and torch take seconds."""
+    if name == "generate":
+        from jobs.generate import generate
+
+        return generate
+    from jobs.demo import demo
+
+    return demo
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""Command line and YAML file to one RunConfig; flags win, and an unknown key is an error by name."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from pipeline import storage
+from pipeline.admission import describe
+from pipeline.config import RunConfig
+from pipeline.errors import InputError
+
+# The configuration keys people set every day, with the short flags they know.
+SHORTCUTS = {
+    "sampling.max_tokens": "max-tokens",
+    "sampling.temperature": "temperature",
+    "sampling.top_p": "top-p",
+    "engine.proposer": "proposer",
+    "engine.num_speculative_tokens": "num-speculative-tokens",
+    "engine.max_num_seqs": "max-num-seqs",
+    "quant.precision": "precision",
+    "cluster.num_workers": "num-workers",
+    "data.limit": "limit",
+}
+
+
+class _Settings(RunConfig, BaseSettings):
+    """Generate a data set: prompts in, answers with acceptance statistics out.
+
+    --config FILE reads a YAML file first. Every key of the configuration is a flag.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        cli_prog_name="python -m jobs generate",
+        cli_shortcuts=SHORTCUTS,
+        cli_exit_on_error=False,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The file only, below the command line; the environment has no say."""
+        return (init_settings,)
+
+
+def parse_run(arguments: Sequence[str]) -> RunConfig:
+    """The configuration a command line stands for.
+
+    Raises:
+        InputError: an unknown key, a value out of range, an unreadable file.
+        SystemExit: --help was asked for.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    known, rest = first.parse_known_args(list(arguments))
+    values = _read_config(known.config) if known.config else {}
+    try:
+        source = CliSettingsSource[Any](_Settings, cli_parse_args=_spell_out(rest))
+        settings = _Settings(**_merge(values, source()))
+    except ValidationError as error:
+        raise InputError(describe(error)) from error
+    except SettingsError as error:
+        raise InputError(_explain(str(error))) from error
+    return RunConfig.model_validate(settings.model_dump())
+
+
+def _read_config(uri: str) -> dict[str, Any]:
+    content = storage.read_bytes(uri)
+    if content is None:
+        raise InputError(f"{uri}: no such file")
+    try:
+        values = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise InputError(f"{uri}: not valid YAML ({error})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{uri}: expected a mapping of keys")
+    return values
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Nested values, those of `above` first."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = (
+            _merge(under, value) if isinstance(value, dict) and isinstance(under, dict) else value
+        )
+    return merged
+
+
+def _spell_out(arguments: Sequence[str]) -> list[str]:
+    """Rewrite `--input A B` as one JSON list: the parser takes one value a flag."""
+    spelled: list[str] = []
+    inputs: list[str] | None = None
+    gathered: list[str] = []
+    for argument in arguments:
+        if argument == "--input" or argument.startswith("--input="):
+            inputs = gathered
+            if "=" in argument:
+                gathered.append(argument.partition("=")[2])
+        elif argument.startswith("--") or inputs is None:
+            inputs = None
+            spelled.append(argument)
+        else:
+            gathered.append(argument)
+    # The parser takes a one-letter name for a short flag.
+    spelled = ["--sampling.n" + a[3:] if a == "--n" or a.startswith("--n=") else a for a in spelled]
+    return [*spelled, "--input", json.dumps(gathered)] if gathered else spelled
+
+
+def _explain(message: str) -> str:
+    """The parser's message without its wrapping."""
+    return message.removeprefix("error parsing CLI: ").strip()

@@ -1,0 +1,206 @@
+"""`generate`: one validated configuration, one plan, one conversion, all shards committed."""
+
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from pydantic import ValidationError
+
+from jobs.cli import parse_run
+from pipeline import storage
+from pipeline.admission import describe, load_tokenizer
+from pipeline.config import RunConfig
+from pipeline.errors import InputError
+from pipeline.graph import GenerateSettings, run_shards, write_plan
+from pipeline.parts import Provenance, pending_shards, read_report
+from pipeline.plan import Plan
+from pipeline.schema import schema_to_json
+from pipeline.sources import check_source
+from pipeline.summary import Summary, write_summary
+from quant.architecture import Architecture
+from quant.checkpoint import find_checkpoint, open_checkpoint
+from quant.store import WeightsRef, convert_to_store
+from workers.actor import WorkerSettings
+
+
+@dataclass(frozen=True)
+class _Model:
+    folder: Path
+    architecture: Architecture
+    tokenizer_json: str
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Run the main job; returns the exit code. Raises InputError or CheckpointError before Ray starts."""
+    config = parse_run(arguments)
+    started = time.monotonic()
+    for uri in config.input:
+        check_source(uri)
+    _check_output(config)
+    model = _open_model(config)
+    storage.write_atomic(storage.join(config.output, "config.yaml"), config.to_yaml().encode())
+    _start_ray()
+    try:
+        _run(config, model, started)
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _run(config: RunConfig, model: _Model, started: float) -> None:
+    weights = convert_to_store(model.folder, config.quant)
+    limit = config.engine.max_model_len or model.architecture.max_position_embeddings
+    plan = Plan.load(config.output) or write_plan(config, model.folder, limit)
+    names = [shard.name for shard in plan.shards]
+    pending = pending_shards(config.output, names)
+    total, fresh = Summary(), Summary()
+    for name in sorted(set(names) - set(pending)):
+        total = total.add(read_report(config.output, name))
+    _say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
+    first_part_after = None
+    if pending:
+        settings = _settings(config, model, plan, weights)
+        for report in run_shards(pending, weights, settings, config):
+            total, fresh = total.add(report), fresh.add(report)
+            first_part_after = first_part_after or time.monotonic() - started
+            _say(
+                f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
+                f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
+            )
+    run = _describe_run(config, weights, fresh, first_part_after)
+    write_summary(config.output, total, run)
+    print(format_summary(total.to_dict() | run))
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    """The run in a few lines for people."""
+    length, rate = summary["mean_acceptance_length"], summary["draft_acceptance_rate"]
+    drafts = (
+        f"{length:.2f} tokens per drafted step, {rate:.0%} of the drafted tokens accepted"
+        if length is not None and rate is not None
+        else "none drafted"
+    )
+    run = summary["this_run"]
+    lines = {
+        "rows": f"{summary['num_rows']} ({summary['num_samples']} samples, "
+        f"{summary['num_errors']} errors)",
+        "tokens": f"{summary['num_input_tokens']} in, {summary['num_generated_tokens']} out",
+        "drafts": drafts,
+        "speed": f"{run['tokens_per_second']:.0f} tokens/s over {run['generation_seconds']:.1f} s",
+        "output": summary["output"],
+    }
+    return "\n".join(f"{key:>8}  {value}" for key, value in lines.items())
+
+
+def _check_output(config: RunConfig) -> None:
+    """Refuse a foreign or differing output folder, and a relative one inside a Ray job."""
+    output = config.output
+    in_ray_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if in_ray_job and storage.is_local(output) and not storage.local_path(output).is_absolute():
+        raise InputError(
+            f"output {output}: is relative, and a Ray job's folder is deleted with the job; "
+            "give an absolute path or a URI"
+        )
+    if storage.is_local(output) and storage.local_path(output).is_file():
+        raise InputError(f"output {output}: is a file, not a folder")
+    content = storage.read_bytes(storage.join(output, "config.yaml"))
+    if content is None:
+        if not storage.is_empty_folder(output):
+            raise InputError(f"output {output}: is not empty and no output of this program")
+        return
+    try:
+        before = RunConfig.model_validate(yaml.safe_load(content)).identity()
+    except (yaml.YAMLError, ValidationError) as error:
+        reason = describe(error) if isinstance(error, ValidationError) else str(error)
+        raise InputError(f"output {output}: config.yaml is damaged ({reason})") from error
+    now = config.identity()
+    changed = [f"{k} was {before.get(k)!r}, is {now[k]!r}" for k in now if now[k] != before.get(k)]
+    if changed:
+        raise InputError(
+            f"output {output}: holds a run with another configuration ({'; '.join(changed)}); "
+            "choose another folder"
+        )
+
+
+def _open_model(config: RunConfig) -> _Model:
+    folder = find_checkpoint(config.model).resolve()
+    architecture = open_checkpoint(folder).architecture
+    tokenizer = load_tokenizer(folder)
+    return _Model(folder, architecture, tokenizer.backend_tokenizer.to_str())
+
+
+def _start_ray() -> None:
+    """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray.init(logging_level=logging.ERROR, log_to_driver=True)
+
+
+def _settings(
+    config: RunConfig, model: _Model, plan: Plan, weights: WeightsRef
+) -> GenerateSettings:
+    packages = ("quasar-batch", "torch", "transformers", "ray", "numba", "pyarrow")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    # Room for the longest row, and for one position at least where every row was refused.
+    max_model_len = max(2, plan.max_total_tokens)
+    return GenerateSettings(
+        output=config.output,
+        sampling=config.sampling,
+        seed=config.seed,
+        provenance=Provenance(
+            model=config.model,
+            weights_digest=weights.digest,
+            config_digest=config.digest(),
+            versions=versions | {"python": platform.python_version()},
+        ),
+        carried=schema_to_json(plan.carried),
+        worker=WorkerSettings(
+            engine=config.engine,
+            quant=config.quant,
+            max_model_len=max_model_len,
+            tokenizer_json=model.tokenizer_json,
+            num_threads=_threads_per_worker(config),
+        ),
+    )
+
+
+def _threads_per_worker(config: RunConfig) -> int:
+    """An even share of the cluster's CPUs, at most a whole node's."""
+    if config.cluster.num_cpus_per_worker:
+        return config.cluster.num_cpus_per_worker
+    share = int(ray.cluster_resources().get("CPU", 1)) // config.cluster.num_workers
+    largest = max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
+    return max(1, min(share, largest))
+
+
+def _describe_run(
+    config: RunConfig, weights: WeightsRef, fresh: Summary, first_part_after: float | None
+) -> dict[str, Any]:
+    return {
+        "model": config.model,
+        "precision": config.quant.precision,
+        "proposer": config.engine.proposer,
+        "weights_digest": weights.digest,
+        "config_digest": config.digest(),
+        "output": config.output,
+        "this_run": {
+            "num_shards": fresh.num_shards,
+            "num_generated_tokens": fresh.num_generated_tokens,
+            "generation_seconds": round(fresh.seconds, 3),
+            "tokens_per_second": round(fresh.tokens_per_second, 1),
+            "first_part_after_seconds": first_part_after and round(first_part_after, 1),
+        },
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,238 @@
+"""From a raw row to token ids, or to the reason why it cannot run."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.errors import InputError
+from pipeline.sources import RawRow
+from workers.config import SamplingParams
+
+_OWN = ("id", "prompt", "messages", "prompt_token_ids", "sampling_params")
+_OPENAI = {"custom_id", "method", "url", "body"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Refusal(Exception):  # noqa: N818 - a verdict on a row, not a fault of the program
+    """Why a row cannot run: a kind for counting, a message for people."""
+
+    def __init__(self, error_type: str, message: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+
+
+@dataclass
+class AdmittedRow:
+    """A row of the plan. Exactly one of `prompt_token_ids` and `error` is set."""
+
+    source: str
+    row: int
+    id: str
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    prompt_token_ids: list[int] | None = None
+    sampling_params: str | None = None
+    error_type: str | None = None
+    error: str | None = None
+    carried: dict[str, Any] = field(default_factory=dict)
+    max_total_tokens: int = 0
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer; raises InputError if it has none that runs without foreign code."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        raise InputError(f"{folder}: no usable tokenizer ({error})") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError(
+            f"{folder}: the tokenizer {type(tokenizer).__name__} has no tokenizer.json"
+        )
+    return tokenizer
+
+
+class Admission:
+    """Turns raw rows into plan rows: identity, prompt, tokens and the row's own parameters."""
+
+    def __init__(self, tokenizer: Any, defaults: SamplingParams, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._defaults = defaults.model_dump(mode="json")
+        self._max_model_len = max_model_len
+
+    def admit(self, raw: RawRow, source: str) -> AdmittedRow:
+        """Never raises for a row's sake: a row that cannot run says why."""
+        admitted = AdmittedRow(source=source, row=raw.row, id=f"{source}:{raw.row}")
+        try:
+            self._fill_(admitted, raw)
+        except Refusal as refusal:
+            admitted.prompt_token_ids = None
+            admitted.error_type = refusal.error_type
+            admitted.error = _located(raw.where, str(refusal))
+        return admitted
+
+    def _fill_(self, admitted: AdmittedRow, raw: RawRow) -> None:
+        if raw.columns is None:
+            raise Refusal("BadRow", raw.error or "unreadable row")
+        columns = _from_openai(raw.columns)
+        admitted.carried = {k: v for k, v in columns.items() if k not in _OWN}
+        if columns.get("id") is not None:
+            admitted.id = _read_id(columns["id"])
+        prompt, messages = columns.get("prompt"), columns.get("messages")
+        if isinstance(prompt, str):
+            admitted.prompt = prompt
+        params = self._read_params(columns.get("sampling_params"))
+        admitted.sampling_params = json.dumps(params[0], ensure_ascii=False) if params[0] else None
+        given = [
+            k for k in ("prompt", "messages", "prompt_token_ids") if columns.get(k) is not None
+        ]
+        if len(given) != 1:
+            raise Refusal(
+                "NoPrompt" if not given else "AmbiguousPrompt",
+                "no prompt, messages or prompt_token_ids"
+                if not given
+                else f"both {' and '.join(given)}",
+            )
+        if messages is not None:
+            admitted.messages = _check_messages(messages)
+        tokens = self._tokenize(admitted, columns)
+        if len(tokens) >= self._max_model_len:
+            raise Refusal(
+                "PromptTooLong",
+                f"the prompt has {len(tokens)} tokens, and prompt and answer together may have "
+                f"{self._max_model_len}",
+            )
+        admitted.prompt_token_ids = tokens
+        admitted.max_total_tokens = min(len(tokens) + params[1].max_tokens, self._max_model_len)
+
+    def _read_params(self, given: Any) -> tuple[dict[str, Any], SamplingParams]:
+        """The row's own parameters, and those merged over the run's."""
+        if given is None:
+            return {}, SamplingParams.model_validate(self._defaults)
+        if not isinstance(given, dict):
+            raise Refusal(
+                "InvalidSamplingParams", f"sampling_params is {_kind(given)}, not an object"
+            )
+        own = {k: v for k, v in given.items() if v is not None}  # Parquet fills structs with nulls.
+        try:
+            merged = json.dumps(self._defaults | own)
+            return own, SamplingParams.model_validate_json(merged, strict=True)
+        except ValidationError as error:
+            raise Refusal("InvalidSamplingParams", describe(error, "sampling_params")) from error
+        except (TypeError, ValueError) as error:
+            raise Refusal("InvalidSamplingParams", f"sampling_params: {error}") from error
+
+    def _tokenize(self, admitted: AdmittedRow, columns: dict[str, Any]) -> list[int]:
+        if admitted.messages is not None:
+            text = self._apply_template(admitted.messages)
+            tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        elif (ids := columns.get("prompt_token_ids")) is not None:
+            tokens = _check_token_ids(ids, len(self._tokenizer))
+        else:
+            prompt = columns["prompt"]
+            if not isinstance(prompt, str):
+                raise Refusal("InvalidPrompt", f"prompt is {_kind(prompt)}, not a string")
+            tokens = self._tokenizer(prompt)["input_ids"]
+        if not tokens:
+            raise Refusal("InvalidPrompt", "the prompt is empty")
+        return [int(token) for token in tokens]
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> str:
+        if not self._tokenizer.chat_template:
+            raise Refusal("NoChatTemplate", "the model has no chat template; give `prompt` instead")
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise Refusal("TemplateFailed", f"the chat template fails: {error}") from error
+
+
+def describe(error: ValidationError, prefix: str = "") -> str:
+    """A validation error in one line that names every key at fault."""
+    faults = []
+    for fault in error.errors(include_url=False, include_input=True):
+        key = ".".join(str(part) for part in (prefix, *fault["loc"]) if str(part))
+        if fault["type"] == "extra_forbidden":
+            faults.append(f"unknown key {key}")
+        elif fault["type"] == "missing":
+            faults.append(f"{key} is missing")
+        else:
+            faults.append(f"{key}: {fault['msg']} (got {fault['input']!r:.80})")
+    return "; ".join(faults)
+
+
+def _read_id(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise Refusal("InvalidId", f"id is {_kind(value)}, not a string")
+    if value == "":
+        raise Refusal("InvalidId", "id is empty")
+    return str(value)
+
+
+def _check_messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise Refusal("InvalidMessages", "messages must be a list with at least one message")
+    for index, message in enumerate(messages):
+        at = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise Refusal("InvalidMessages", f"{at} is {_kind(message)}, not an object")
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES:
+            raise Refusal(
+                "InvalidMessages", f"{at}.role is {role!r}, not one of {', '.join(_ROLES)}"
+            )
+        if not isinstance(content, str):
+            raise Refusal("InvalidMessages", f"{at}.content is {_kind(content)}, not a string")
+        if extra := [
+            k for k, v in message.items() if k not in ("role", "content") and v is not None
+        ]:
+            raise Refusal(
+                "InvalidMessages", f"{at} has the key {extra[0]!r}, which is not understood"
+            )
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+def _check_token_ids(ids: Any, vocab_size: int) -> list[int]:
+    whole = isinstance(ids, list) and all(
+        isinstance(i, int) and not isinstance(i, bool) for i in ids
+    )
+    if not whole:
+        raise Refusal("InvalidPrompt", "prompt_token_ids must be a list of integers")
+    if outside := [i for i in ids if not 0 <= i < vocab_size]:
+        raise Refusal(
+            "InvalidPrompt", f"token id {outside[0]} is not in the vocabulary of {vocab_size}"
+        )
+    return list(ids)
+
+
+def _from_openai(columns: dict[str, Any]) -> dict[str, Any]:
+    """The row an OpenAI batch line stands for; other rows as they are."""
+    if not columns.keys() >= _OPENAI or not isinstance(columns["body"], dict):
+        return columns
+    body = dict(columns["body"])
+    row = {k: v for k, v in columns.items() if k not in _OPENAI}
+    row |= {"id": columns["custom_id"], "messages": body.pop("messages", None)}
+    row["prompt"] = body.pop("prompt", None)
+    body.pop("model", None)
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body.pop("max_completion_tokens")
+    return row | {"sampling_params": body or None}
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _located(where: str, message: str) -> str:
+    return message if message.startswith(where) else f"{where}: {message}"

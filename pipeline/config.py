@@ -1,0 +1,95 @@
+"""The run's configuration: one frozen object, echoed into the output folder."""
+
+import hashlib
+import json
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from quant.config import QuantConfig
+from workers.config import EngineConfig, SamplingParams
+
+
+class DataConfig(BaseModel):
+    """Which rows are read, and how they are cut into shards."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    limit: int | None = Field(None, ge=1, description="Read only so many rows, in file order.")
+    rows_per_shard: int = Field(
+        256,
+        ge=1,
+        description="Rows of a full shard. A file's first shards are smaller (16, 32, 64, ...), so "
+        "that the first parts are there early.",
+    )
+
+
+class ClusterConfig(BaseModel):
+    """How many workers, and what each may use."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_workers: int = Field(1, ge=1, description="Actors, each with an engine of its own.")
+    num_cpus_per_worker: int | None = Field(
+        None, ge=1, description="Threads of a worker; None: an even share of the cluster's CPUs."
+    )
+    shards_per_worker: int = Field(
+        4, ge=1, description="Shards a worker holds at once, so that its batch never runs dry."
+    )
+
+
+class RunConfig(BaseModel):
+    """Everything a run depends on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        min_length=1, description="Folder of a Hugging Face checkpoint, or a hub id."
+    )
+    input: tuple[str, ...] = Field(
+        min_length=1, description="Prompt files: .jsonl, .jsonl.gz or .parquet; paths or URIs."
+    )
+    output: str = Field(min_length=1, description="Folder (path or URI) of the data set.")
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**63,
+        description="Seed of the run; each row without its own derives one from it.",
+    )
+    sampling: SamplingParams = SamplingParams()
+    engine: EngineConfig = EngineConfig()
+    quant: QuantConfig = QuantConfig()
+    data: DataConfig = DataConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    def identity(self) -> dict[str, Any]:
+        """What the rows and their tokens depend on, flat; two runs that agree may share an output."""
+        nested = {
+            "model": self.model,
+            "input": list(self.input),
+            "seed": self.seed,
+            "sampling": self.sampling.model_dump(mode="json"),
+            "quant": self.quant.model_dump(mode="json"),
+            "data": self.data.model_dump(mode="json"),
+            "engine": {"max_model_len": self.engine.max_model_len},
+        }
+        return _flatten(nested)
+
+    def digest(self) -> str:
+        """sha256 (hex) of the identity."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; feeding it to --config gives the same run."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

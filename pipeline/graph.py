@@ -1,0 +1,190 @@
+"""The Ray Data graphs: sources to plan shards, and plan shards to committed parts.
+
+What travels between processes is small: names of shards and what became of them. Rows go from file to
+file.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+
+from pipeline.admission import Admission, load_tokenizer
+from pipeline.config import RunConfig
+from pipeline.parts import (
+    PartReport,
+    Provenance,
+    answer_row,
+    commit_part,
+    next_attempt,
+    refused_row,
+)
+from pipeline.plan import (
+    Plan,
+    Shard,
+    SourceGroup,
+    assemble,
+    group_sources,
+    read_shard,
+    write_shards,
+)
+from pipeline.requests import build_requests
+from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json, schema_to_json
+from quant.store import WeightsRef
+from workers.actor import Worker, WorkerSettings, build_engine, worker_environment
+from workers.config import SamplingParams
+from workers.stats import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """What an actor needs to know beside its weights."""
+
+    output: str
+    sampling: SamplingParams
+    seed: int
+    provenance: Provenance
+    carried: str
+    worker: WorkerSettings
+
+
+def write_plan(config: RunConfig, checkpoint: Path, max_model_len: int) -> Plan:
+    """Read the sources with Ray Data, write all prompt shards, and check them as a whole."""
+    _quiet()
+    groups = group_sources(config.input, config.data.limit)
+    dataset = ray.data.from_items(
+        [{"group": group.to_json()} for group in groups], override_num_blocks=len(groups)
+    )
+    written = dataset.map_batches(
+        _PlanWriter,
+        fn_constructor_args=(config, checkpoint, max_model_len),
+        batch_size=1,
+        compute=ActorPoolStrategy(min_size=1, max_size=min(len(groups), 8)),
+        num_cpus=0.5,
+    )
+    shards = []
+    for row in written.iter_rows():
+        shards.append((Shard(**row["shard"]), schema_from_json(row["schema"])))
+    plan = assemble(shards, config.output)
+    plan.save(config.output)
+    return plan
+
+
+def run_shards(
+    shards: list[str], weights: WeightsRef, settings: GenerateSettings, config: RunConfig
+) -> Iterator[PartReport]:
+    """Generate and commit shards on an actor pool; yields a report per committed shard.
+
+    `weights` must stay alive until the iterator is exhausted.
+    """
+    _quiet()
+    cluster, threads = config.cluster, settings.worker.num_threads
+    dataset = ray.data.from_items(
+        [{"shard": shard} for shard in shards], override_num_blocks=len(shards)
+    )
+    committed = dataset.map_batches(
+        _ShardActor,
+        fn_constructor_args=([weights], settings),
+        batch_size=1,
+        compute=ActorPoolStrategy(
+            size=min(cluster.num_workers, len(shards)),
+            max_tasks_in_flight_per_actor=cluster.shards_per_worker,
+            max_concurrent_calls_per_actor=cluster.shards_per_worker,
+        ),
+        # Half a CPU is left to the conversion task, should its pieces have to be made again.
+        num_cpus=threads - 0.5,
+        runtime_env={"env_vars": worker_environment(threads)},
+    )
+    for row in committed.iter_rows():
+        stats = AcceptanceStats(**row["report"].pop("stats"))
+        yield PartReport(**row["report"], stats=stats)
+
+
+class _PlanWriter:
+    """An actor that admits the rows of source groups."""
+
+    def __init__(self, config: RunConfig, checkpoint: Path, max_model_len: int) -> None:
+        self._config = config
+        tokenizer = load_tokenizer(checkpoint)
+        self._admission = Admission(tokenizer, config.sampling, max_model_len)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[Any]]:
+        shards, schemas = [], []
+        for group in batch["group"]:
+            written = write_shards(
+                SourceGroup.from_json(group),
+                self._admission,
+                self._config.output,
+                self._config.data.rows_per_shard,
+            )
+            for shard, schema in written:
+                shards.append(asdict(shard))
+                schemas.append(schema_to_json(schema))
+        return {"shard": shards, "schema": schemas}
+
+
+class _ShardActor:
+    """A stateful actor: one engine, several shards at once, parts committed as they finish."""
+
+    def __init__(self, weights: list[WeightsRef], settings: GenerateSettings) -> None:
+        self._settings = settings
+        self._worker = Worker(build_engine(weights[0], settings.worker))
+        self._schema = output_schema(schema_from_json(settings.carried))
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, list[Any]]]:
+        for shard in batch["shard"]:
+            report = await self._run_shard(str(shard))
+            yield {"report": [asdict(report)]}
+
+    async def _run_shard(self, shard: str) -> PartReport:
+        """Answer every row of a shard and commit its part."""
+        settings = self._settings
+        async with self._turn:  # Shards enter the engine's queue in the order they came.
+            plan = await asyncio.to_thread(read_shard, settings.output, shard)
+            attempt = await asyncio.to_thread(next_attempt, settings.output, shard)
+            rows = plan.select(PLAN_SCHEMA.names).to_pylist()
+            admitted = [(i, row) for i, row in enumerate(rows) if row["error"] is None]
+            index_of = {row["id"]: i for i, row in admitted}
+            completions = self._worker.submit(
+                [
+                    request
+                    for _, row in admitted
+                    for request in build_requests(row, settings.sampling, settings.seed)
+                ]
+            )
+        common = self._common_columns(attempt)
+        answered = [
+            (i, refused_row(row, common)) for i, row in enumerate(rows) if row["error"] is not None
+        ]
+        async for completion in completions:
+            i = index_of[completion.request.id]
+            answered.append((i, answer_row(completion, rows[i], common)))
+        answered.sort(key=lambda item: (item[0], item[1]["sample_idx"]))
+        return await asyncio.to_thread(
+            commit_part, settings.output, shard, answered, plan, self._schema, settings.provenance
+        )
+
+    def _common_columns(self, attempt: int) -> dict[str, Any]:
+        engine = self._settings.worker.engine
+        return {
+            "attempt": attempt,
+            "model": self._settings.provenance.model,
+            "device": self._worker.device,
+            "num_spec_tokens": 0 if engine.proposer == "none" else engine.num_speculative_tokens,
+        }
+
+
+def _quiet() -> None:
+    """Progress is ours to show: no bars, no banner of every execution."""
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)

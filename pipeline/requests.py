@@ -1,0 +1,24 @@
+"""A plan row becomes requests for the engine: parameters merged, seeds made, samples spread out."""
+
+import hashlib
+import json
+from typing import Any
+
+from workers.config import SamplingParams
+from workers.request import Request
+
+
+def build_requests(row: dict[str, Any], defaults: SamplingParams, run_seed: int) -> list[Request]:
+    """The n requests of an admitted plan row."""
+    own = json.loads(row["sampling_params"] or "{}")
+    merged = json.dumps(defaults.model_dump(mode="json") | own)
+    params = SamplingParams.model_validate_json(merged)
+    seed = params.seed if params.seed is not None else derive_seed(run_seed, row["id"])
+    prompt = tuple(row["prompt_token_ids"])
+    return [Request(row["id"], prompt, params, seed, sample_idx) for sample_idx in range(params.n)]
+
+
+def derive_seed(run_seed: int, row_id: str) -> int:
+    """A row's seed (63 bits) from the run's seed and its id, so that equal prompts differ by row."""
+    digest = hashlib.sha256(f"{run_seed}:{row_id}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1

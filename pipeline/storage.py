@@ -1,0 +1,100 @@
+"""Files of a run, on local disks or behind any URI that smart-open speaks."""
+
+import os
+import uuid
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import smart_open
+
+
+def is_local(uri: str) -> bool:
+    """Whether the location is a path of this file system."""
+    return urlsplit(uri).scheme in ("", "file")
+
+
+def local_path(uri: str) -> Path:
+    """The path of a local location."""
+    return Path(uri.removeprefix("file://")).expanduser()
+
+
+def join(folder: str, *names: str) -> str:
+    """A location below a folder."""
+    return "/".join([folder.rstrip("/"), *names])
+
+
+def open_read(uri: str) -> IO[bytes]:
+    """Open for reading bytes; a .gz is unpacked on the way."""
+    file: IO[bytes] = _open(uri, "rb")
+    return file
+
+
+def read_bytes(uri: str) -> bytes | None:
+    """The whole content, or None if there is nothing at the location."""
+    try:
+        with _open(uri, "rb") as file:
+            content: bytes = file.read()
+            return content
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if is_missing(error):
+            return None
+        raise
+
+
+def exists(uri: str) -> bool:
+    """Whether there is a readable file."""
+    if is_local(uri):
+        return local_path(uri).is_file()
+    try:
+        with _open(uri, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        if is_missing(error):
+            return False
+        raise
+    return True
+
+
+def is_missing(error: OSError) -> bool:
+    """Whether an error says that there is no such object."""
+    if isinstance(error, FileNotFoundError):
+        return True
+    text = str(error)
+    return any(sign in text for sign in ("NoSuchKey", "404", "Not Found", "does not exist"))
+
+
+def write_atomic(uri: str, content: bytes) -> None:
+    """Put a file in place in one step: whole or not at all, to every reader.
+
+    Locally it is written aside, flushed to disk and renamed; elsewhere it is one PUT.
+    """
+    if not is_local(uri):
+        with _open(uri, "wb") as file:
+            file.write(content)
+        return
+    path = local_path(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def is_empty_folder(uri: str) -> bool:
+    """Whether a local output folder holds nothing; a remote one is taken at its word."""
+    if not is_local(uri):
+        return True
+    path = local_path(uri)
+    return not path.exists() or not any(path.iterdir())
+
+
+def _open(uri: str, mode: str) -> Any:
+    return smart_open.open(str(local_path(uri)) if is_local(uri) else uri, mode)

@@ -1,0 +1,133 @@
+"""One worker: an engine on a thread of its own, fed by any number of concurrent callers.
+
+`Worker` needs no Ray to be used; only attaching to weights in the object store does (`quant.store`).
+"""
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from numba import get_num_threads, set_num_threads
+
+from quant.config import QuantConfig
+from quant.store import WeightsRef
+from workers.config import EngineConfig
+from workers.engine import Engine, EngineLimits
+from workers.model import TargetModel, build_backend
+from workers.proposer import build_proposer
+from workers.request import Completion, Request
+from workers.stopping import TokenizerText
+
+# glibc gives large blocks back to the system at once, and every step would fault its pages in again.
+# Read by the allocator before Python starts, hence part of the worker's environment.
+_ALLOCATOR = {
+    "MALLOC_TOP_PAD_": str(256 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+}
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What an actor needs to build its engine, beside the weights."""
+
+    engine: EngineConfig
+    quant: QuantConfig
+    max_model_len: int
+    tokenizer_json: str
+    num_threads: int
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """The environment variables a worker's process must be started with."""
+    threads = str(num_threads)
+    return _ALLOCATOR | {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
+
+
+def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
+    """Attach to the weights and build the engine around them."""
+    config = settings.engine
+    torch.set_num_threads(settings.num_threads)
+    set_num_threads(min(settings.num_threads, get_num_threads()))
+    model = TargetModel(
+        weights.architecture,
+        weights.attach(),
+        build_backend(settings.quant.precision),
+        settings.max_model_len,
+    )
+    limits = EngineLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        num_spec_tokens=0 if config.proposer == "none" else config.num_speculative_tokens,
+    )
+    return Engine(model, limits, build_proposer(config), TokenizerText(settings.tokenizer_json))
+
+
+class Worker:
+    """Runs an engine on a background thread; callers submit requests and await completions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[tuple[Request, _Mailbox]] = queue.SimpleQueue()
+        self._mailboxes: dict[int, _Mailbox] = {}  # By the identity of the request.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def device(self) -> str:
+        """What the engine runs on, for the rows it answers."""
+        return f"cpu:{os.uname().nodename}"
+
+    def submit(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        """Queue requests behind those already submitted; yields a completion for each, as they finish.
+
+        Call it from a running event loop, which the completions are delivered to.
+
+        Raises:
+            RuntimeError: (from the iterator) the engine failed; the worker is of no more use.
+        """
+        mailbox = _Mailbox(asyncio.get_running_loop(), asyncio.Queue())
+        for request in requests:
+            self._inbox.put((request, mailbox))
+        return self._receive(mailbox, len(requests))
+
+    async def _receive(self, mailbox: "_Mailbox", count: int) -> AsyncIterator[Completion]:
+        for _ in range(count):
+            completion = await mailbox.completions.get()
+            if isinstance(completion, BaseException):
+                raise RuntimeError("the engine failed") from completion
+            yield completion
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take_requests()
+                for completion in self._engine.step():
+                    self._mailboxes.pop(id(completion.request)).put(completion)
+        except BaseException as error:  # noqa: BLE001 - handed to every caller, who raises it
+            for mailbox in self._mailboxes.values():
+                mailbox.put(error)
+            while True:  # Callers that come later are told as well.
+                self._inbox.get()[1].put(error)
+
+    def _take_requests(self) -> None:
+        """Move what has arrived to the engine; waits only if the engine has nothing to do."""
+        while not (self._engine.has_work and self._inbox.empty()):
+            request, mailbox = self._inbox.get()
+            self._mailboxes[id(request)] = mailbox
+            self._engine.add(request)
+
+
+@dataclass(frozen=True)
+class _Mailbox:
+    loop: asyncio.AbstractEventLoop
+    completions: "asyncio.Queue[Completion | BaseException]"
+
+    def put(self, item: Completion | BaseException) -> None:
+        """Deliver to the caller's event loop, from the engine's thread."""
+        self.loop.call_soon_threadsafe(self.completions.put_nowait, item)
