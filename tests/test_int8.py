@@ -1,6 +1,6 @@
 """Symmetric int8: codes worked out by hand, integer sums that are exact whatever the inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quant.int8 import dequantize_rows, max_activation_code, quantize_rows
+from tests.tiny import num_threads
 from workers import kernels
 from workers.backend import LinearWeights, TorchBackend
 from workers.cpu import CpuBackend
@@ -18,6 +19,12 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 16, 33, 64, 65, 130)
 SUBNORMAL = 2.0**-149  # The smallest positive float32.
 
 Quantizer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with num_threads(1):
+        yield
 
 
 def kernel_codes(x_MK: torch.Tensor, max_code: int = 127) -> tuple[torch.Tensor, torch.Tensor]:

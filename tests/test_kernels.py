@@ -1,22 +1,36 @@
 """Every operation of the CPU backend: right against float64, and the same bits in any company."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from quant.architecture import Architecture
 from quant.int8 import quantize_rows
+from tests.tiny import num_threads
 from workers.backend import KVCache, Linear, LinearWeights, StepBatch
 from workers.cpu import CpuBackend
 
 BACKEND = CpuBackend()
-MANY = settings(deadline=None, derandomize=True, database=None, max_examples=20)
+MANY = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=20,
+    phases=(Phase.explicit, Phase.generate),
+)
 NAN, INF = math.nan, math.inf
 RowOperation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with num_threads(1):
+        yield
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -150,8 +164,34 @@ def test_rotate() -> None:
 
 
 def make_cache(num_rows: int, num_heads: int, max_len: int, head_dim: int) -> KVCache:
-    shape = (2, num_rows, num_heads, max_len, head_dim)
-    return KVCache(randn(*shape, seed=5).bfloat16(), randn(*shape, seed=6).bfloat16())
+    """A full cache of two layers; the backend may make heads wider than asked, with zeros."""
+    architecture = Architecture(
+        model_type="llama",
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        norm_eps=1e-6,
+        max_position_embeddings=max_len,
+        tied_head=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope_inv_freq=(1.0,) * (head_dim // 2),
+        rope_scaling=1.0,
+        windows=(0, 0),
+        eos_token_ids=(),
+    )
+    cache = BACKEND.new_cache(architecture, num_rows, max_len)
+    for seed, tensor in enumerate((cache.keys, cache.values)):
+        tensor.zero_()
+        shape = (2, num_rows, num_heads, max_len, head_dim)
+        tensor[..., :head_dim] = randn(*shape, seed=5 + seed).bfloat16()
+    return cache
 
 
 def make_batch(rows: list[int], positions: list[int]) -> StepBatch:
@@ -164,15 +204,15 @@ def attention_by_torch(
 ) -> torch.Tensor:
     """Softmax attention written out in float64, token by token."""
     out_THD = torch.empty(q_THD.shape, dtype=torch.float64)
-    repeats = q_THD.shape[1] // cache.keys.shape[2]
+    repeats, head_dim = q_THD.shape[1] // cache.keys.shape[2], q_THD.shape[2]
     for t, (row, last) in enumerate(
         zip(batch.rows.tolist(), batch.positions.tolist(), strict=True)
     ):
         seen = [p for p in range(last + 1) if not window or p > last - window]
         for head in range(q_THD.shape[1]):
-            keys_LD = cache.keys[layer, row, head // repeats, seen].double()
-            values_LD = cache.values[layer, row, head // repeats, seen].double()
-            scores_L = keys_LD @ q_THD[t, head].double() / math.sqrt(q_THD.shape[2])
+            keys_LD = cache.keys[layer, row, head // repeats, seen, :head_dim].double()
+            values_LD = cache.values[layer, row, head // repeats, seen, :head_dim].double()
+            scores_L = keys_LD @ q_THD[t, head].double() / math.sqrt(head_dim)
             out_THD[t, head] = scores_L.softmax(0) @ values_LD
     return out_THD
 
@@ -226,8 +266,8 @@ def test_store_rounds_as_torch_does_and_touches_nothing_else() -> None:
     cache = make_cache(4, 2, 5, 6)
     expected = KVCache(cache.keys.clone(), cache.values.clone())
     for t, (row, position) in enumerate([(2, 4), (0, 0), (2, 1)]):
-        expected.keys[1, row, :, position] = k_TGD[t].bfloat16()
-        expected.values[1, row, :, position] = v_TGD[t].bfloat16()
+        expected.keys[1, row, :, position, :6] = k_TGD[t].bfloat16()
+        expected.values[1, row, :, position, :6] = v_TGD[t].bfloat16()
     BACKEND.store(cache, 1, k_TGD, v_TGD, make_batch([2, 0, 2], [4, 0, 1]))
     torch.testing.assert_close(cache.keys, expected.keys, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(cache.values, expected.values)
@@ -283,21 +323,28 @@ def test_memory_layout_changes_no_bit(
         assert same_bits(operation(view), expected)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@EVERY_ROW_OPERATION
-def test_number_of_threads_changes_no_bit(
-    operation: RowOperation, shape: tuple[int, ...], num_threads: int
-) -> None:
-    import numba
+@pytest.fixture
+def _threads_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the backend from running small passes on one thread."""
+    monkeypatch.setattr(CpuBackend, "_share", lambda *_: None, raising=False)
 
+
+@pytest.mark.usefixtures("_threads_as_told")
+@EVERY_ROW_OPERATION
+def test_number_of_threads_changes_no_bit(operation: RowOperation, shape: tuple[int, ...]) -> None:
     x = randn(67, *shape)
     expected = operation(x)
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(num_threads, before))
-    try:
+    with num_threads(2):
         assert same_bits(operation(x), expected)
-    finally:
-        numba.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads_as_told")
+def test_number_of_threads_changes_no_attention() -> None:
+    cache, batch = make_cache(4, 2, 40, 16), make_batch(ROWS, POSITIONS)
+    q_THD = randn(len(ROWS), 4, 16)
+    expected = BACKEND.attend(q_THD, cache, 0, batch, 8)
+    with num_threads(2):
+        assert same_bits(BACKEND.attend(q_THD, cache, 0, batch, 8), expected)
 
 
 @pytest.mark.parametrize("head_dim", [16, 10, 64])
@@ -352,7 +399,7 @@ def test_stored_bits_do_not_depend_on_the_pass() -> None:
         BACKEND.store(apart, 0, fused[t : t + 1, :2], fused[t : t + 1, 2:], batch)
     assert torch.equal(together.keys, apart.keys)
     assert torch.equal(together.values, apart.values)
-    assert torch.equal(together.keys[0], _scattered(k_TGD, rows, positions))
+    assert torch.equal(together.keys[0, ..., :6], _scattered(k_TGD, rows, positions))
 
 
 def _scattered(k_TGD: torch.Tensor, rows: list[int], positions: list[int]) -> torch.Tensor:

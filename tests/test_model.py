@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.tiny import (
     load_model,
     make_checkpoint,
     make_prompts,
+    num_threads,
     prefill,
     reference_logits,
     riffle,
@@ -91,6 +93,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     ),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with num_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)

@@ -5,10 +5,12 @@ tells a wrong rotation or a forgotten bias from a right one.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -58,6 +60,23 @@ _DEFAULTS = {
     "eos_token_id": 256,
     "pad_token_id": None,
 }
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Run kernels on `count` threads, or all there are if fewer.
+
+    Tiny passes on a busy machine spend their time waiting for threads at barriers, so most tests
+    want one.
+    """
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(min(count, before[0]))
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        numba.set_num_threads(before[1])
 
 
 def make_checkpoint(

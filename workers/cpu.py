@@ -5,20 +5,31 @@ Every result is a function of its own row alone, bit by bit (see `workers.tiles`
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numba import get_num_threads, set_num_threads
 
 from quant.architecture import Architecture
 from workers import kernels, tiles
 from workers.backend import KVCache, Linear, LinearWeights, StepBatch, TorchBackend
 
 
+# Elementary operations below which starting and joining threads costs more than it saves.
+_WORTH_A_THREAD = 100_000
+
+
 class CpuBackend(TorchBackend):
-    """numba kernels over torch's memory."""
+    """numba kernels over torch's memory, on as many threads as numba is set to when it is built."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
+        self._num_threads = get_num_threads()
+
+    def _share(self, num_operations: int) -> None:
+        """Use one thread for what is done before a second one would have started."""
+        set_num_threads(self._num_threads if num_operations > _WORTH_A_THREAD else 1)
 
     def linear(self, weights: LinearWeights) -> Linear:
         """Prepare an int8 or bfloat16 linear over the weights where they lie."""
@@ -30,7 +41,8 @@ class CpuBackend(TorchBackend):
 
             def bf16_linear(x_TK: torch.Tensor) -> torch.Tensor:
                 x = _array(_pad_inputs(x_TK.bfloat16().float()))
-                out_TN = torch.empty(len(x_TK), num_outputs)
+                out_TN = torch.empty(x_TK.shape[0], num_outputs)
+                self._share(num_outputs * x.size // 8)
                 tiles.matmul_bf16(x, bits_NK, bias_N, out_TN.numpy())
                 return out_TN
 
@@ -38,10 +50,12 @@ class CpuBackend(TorchBackend):
         codes_NK, scale_N = weight_NK.numpy(), weights.scale_N.numpy()
 
         def int8_linear(x_TK: torch.Tensor) -> torch.Tensor:
-            codes_TK = np.empty((len(x_TK), padded_inputs), np.int16)
-            scale_T = np.empty(len(x_TK), np.float32)
+            codes_TK = np.empty((x_TK.shape[0], padded_inputs), np.int16)
+            scale_T = np.empty(x_TK.shape[0], np.float32)
+            self._share(x_TK.numel())
             kernels.quantize_rows(_array(x_TK), weights.max_code, codes_TK, scale_T)
-            out_TN = torch.empty(len(x_TK), num_outputs)
+            out_TN = torch.empty(x_TK.shape[0], num_outputs)
+            self._share(num_outputs * codes_TK.size // 16)
             tiles.matmul_int8(codes_TK, scale_T, codes_NK, scale_N, bias_N, out_TN.numpy())
             return out_TN
 
@@ -50,25 +64,30 @@ class CpuBackend(TorchBackend):
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
         """X / rms(x) * gain over the last dimension."""
         out = torch.empty(x.shape)
-        heads = (len(x), -1, x.shape[-1])
+        heads = (x.shape[0], -1, x.shape[-1])
+        self._share(x.numel())
         kernels.rms_norm(_array(x.reshape(heads)), gain.numpy(), eps, out.view(heads).numpy())
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up."""
-        out = torch.empty(len(gate_up), gate_up.shape[1] // 2)
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._share(4 * out.numel())
         kernels.silu_mul(_array(gate_up), out.numpy())
         return out
 
     def rotate(self, x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Apply rotary embeddings."""
         out_THD = torch.empty(x_THD.shape)
+        self._share(x_THD.numel())
         kernels.rotate(_array(x_THD), _array(cos), _array(sin), out_THD.numpy())
         return out_THD
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
-        """Allocate a bfloat16 cache."""
-        return TorchBackend(torch.bfloat16).new_cache(architecture, num_rows, max_len)
+        """Allocate a bfloat16 cache, heads padded to a whole number of tile steps."""
+        head_dim = architecture.head_dim + _missing(architecture.head_dim)
+        padded = replace(architecture, head_dim=head_dim)
+        return TorchBackend(torch.bfloat16).new_cache(padded, num_rows, max_len)
 
     def store(
         self, cache: KVCache, layer: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, batch: StepBatch
@@ -82,8 +101,11 @@ class CpuBackend(TorchBackend):
         self, q_THD: torch.Tensor, cache: KVCache, layer: int, batch: StepBatch, window: int
     ) -> torch.Tensor:
         """Causal attention of each token over its own row's length."""
+        head_dim = q_THD.shape[2]
+        q_THD = _pad_inputs(q_THD)
         out_THD = torch.empty(q_THD.shape)
-        stride = _coprime_stride(len(q_THD) * cache.keys.shape[2])
+        self._share(int(batch.positions.sum()) * q_THD.shape[1] * q_THD.shape[2] // 4)
+        stride = _coprime_stride(q_THD.shape[0] * cache.keys.shape[2])
         kernels.attend(
             _array(q_THD),
             _bits(cache.keys[layer]),
@@ -91,10 +113,11 @@ class CpuBackend(TorchBackend):
             _array(batch.rows),
             _array(batch.positions),
             window,
+            np.float32(1 / math.sqrt(head_dim)),
             stride,
             out_THD.numpy(),
         )
-        return out_THD
+        return out_THD[:, :, :head_dim]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -111,10 +134,15 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint16).numpy()
 
 
-def _pad_inputs(x_MK: torch.Tensor) -> torch.Tensor:
+def _missing(size: int) -> int:
+    """How many zeros a dimension lacks to a whole number of tile steps."""
+    return -size % tiles.TILE_K
+
+
+def _pad_inputs(x: torch.Tensor) -> torch.Tensor:
     """Zeros up to a whole number of tile steps; the tensor itself where none are missing."""
-    missing = -x_MK.shape[1] % tiles.TILE_K
-    return torch.nn.functional.pad(x_MK, (0, missing)) if missing else x_MK
+    missing = _missing(x.shape[-1])
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _coprime_stride(count: int) -> int:

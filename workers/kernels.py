@@ -5,13 +5,17 @@ other rows of the pass (vectorized library calls treat the tail of an array diff
 body). float32 throughout; the cache holds bfloat16, as uint16.
 """
 
-import math
-
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
+
+from workers import tiles
+
+_TILE_K = tiles.TILE_K
+_score_1, _score_2, _score_3, _score_4 = tiles.score_tiles
+_mix_1, _mix_2, _mix_3, _mix_4 = tiles.mix_tiles
 
 # Sums may be vectorized; NaN and infinity keep their meaning, so that a broken row is seen.
 _FAST = {"reassoc", "nsz", "contract", "arcp"}
@@ -126,7 +130,7 @@ def rotate(x_THD, cos_TC, sin_TC, out_THD):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def store(keys_RGLD, values_RGLD, k_TGD, v_TGD, rows_T, positions_T):  # type: ignore[no-untyped-def]
-    """Write keys and values to the cache, rounded to bfloat16."""
+    """Write keys and values to the cache, rounded to bfloat16; padded heads get zeros."""
     T, G, D = k_TGD.shape
     for t in range(T):
         row, position = rows_T[t], positions_T[t]
@@ -134,47 +138,89 @@ def store(keys_RGLD, values_RGLD, k_TGD, v_TGD, rows_T, positions_T):  # type: i
             for d in range(D):
                 keys_RGLD[row, g, position, d] = _to_bf16(k_TGD[t, g, d])
                 values_RGLD[row, g, position, d] = _to_bf16(v_TGD[t, g, d])
+            for d in range(D, keys_RGLD.shape[3]):
+                keys_RGLD[row, g, position, d] = 0
+                values_RGLD[row, g, position, d] = 0
 
 
-@numba.njit(parallel=True, nogil=True, cache=True, fastmath=_FAST)
-def attend(q_THD, keys_RGLD, values_RGLD, rows_T, positions_T, window, stride, out_THD):  # type: ignore[no-untyped-def]  # noqa: C901 - one pass over one row
+@numba.njit(inline="always")
+def _score(num, q, keys, size_d, out):  # type: ignore[no-untyped-def]
+    """Dot products of `num` (1 to 4) query rows with two keys."""
+    if num == 1:
+        _score_1(q, keys, size_d, out)
+    elif num == 2:
+        _score_2(q, keys, size_d, out)
+    elif num == 3:
+        _score_3(q, keys, size_d, out)
+    else:
+        _score_4(q, keys, size_d, out)
+
+
+@numba.njit(inline="always")
+def _mix(num, weights, stride, values, size_d, count, out):  # type: ignore[no-untyped-def]
+    """Weighted sums of `count` values for `num` (1 to 4) weight rows."""
+    if num == 1:
+        _mix_1(weights, stride, values, size_d, count, out)
+    elif num == 2:
+        _mix_2(weights, stride, values, size_d, count, out)
+    elif num == 3:
+        _mix_3(weights, stride, values, size_d, count, out)
+    else:
+        _mix_4(weights, stride, values, size_d, count, out)
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FAST)
+def _softmax(weights_RL, count, factor):  # type: ignore[no-untyped-def]
+    """Turn scores into weights that sum to 1, row by row, in place."""
+    for r in range(weights_RL.shape[0]):
+        largest = weights_RL[r, 0]
+        for j in range(count):
+            largest = max(largest, weights_RL[r, j])
+        total = np.float32(0)
+        for j in range(count):
+            weight = _exp((weights_RL[r, j] - largest) * factor)
+            weights_RL[r, j] = weight
+            total += weight
+        for j in range(count):
+            weights_RL[r, j] /= total
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def attend(q_THD, keys_RGLD, values_RGLD, rows_T, positions_T, window, factor, stride, out_THD):  # type: ignore[no-untyped-def]
     """Softmax attention of each query over its own row, positions max(0, p - window + 1)..p.
 
-    Each (token, key/value head) is one piece of work; `stride`, coprime to their number, spreads
-    long and short rows over the threads.
+    D must be a multiple of tiles.TILE_K; `factor` scales the scores. Each (token, key/value head) is
+    one piece of work; `stride`, coprime to their number, spreads long and short rows over the threads.
     """
     T, H, D = q_THD.shape
-    G = keys_RGLD.shape[1]
+    G, L = keys_RGLD.shape[1], keys_RGLD.shape[2]
     repeats = H // G
-    factor = np.float32(1.0 / math.sqrt(D))
     for work in prange(T * G):
         item = work * stride % (T * G)
         t, g = item // G, item % G
-        keys_LD, values_LD = keys_RGLD[rows_T[t], g], values_RGLD[rows_T[t], g]
         first, last = 0, positions_T[t]
         if window > 0:
             first = max(0, last - window + 1)
         count = last - first + 1
-        weights = np.empty((repeats, count), np.float32)
-        for j in range(count):
-            for r in range(repeats):
-                score = np.float32(0)
-                for d in range(D):
-                    score += q_THD[t, g * repeats + r, d] * _from_bf16(keys_LD[first + j, d])
-                weights[r, j] = score * factor
-        for r in range(repeats):
-            largest = weights[r, 0]
-            for j in range(count):
-                largest = max(largest, weights[r, j])
-            total = np.float32(0)
-            for j in range(count):
-                weight = _exp(weights[r, j] - largest)
-                weights[r, j] = weight
-                total += weight
-            mixed_D = np.zeros(D, np.float32)
-            for j in range(count):
-                weight = weights[r, j]
-                for d in range(D):
-                    mixed_D[d] += weight * _from_bf16(values_LD[first + j, d])
-            for d in range(D):
-                out_THD[t, g * repeats + r, d] = mixed_D[d] / total
+        offset = (((rows_T[t] * G + g) * L) + first) * D * 2
+        keys, values = keys_RGLD.ctypes.data + offset, values_RGLD.ctypes.data + offset
+        head = (t * H + g * repeats) * D * 4
+        weights_RL = np.empty((repeats, count), np.float32)
+        pair = np.empty((4, 2), np.float32)
+        weights_RL[:, 0] = 0  # A lone key's weight is 1 whatever it scores, and it has no neighbour.
+        for r0 in range(0, repeats if count > 1 else 0, 4):
+            num = min(4, repeats - r0)
+            query = q_THD.ctypes.data + head + r0 * D * 4
+            for j0 in range(0, count, 2):
+                j = min(j0, count - 2)  # Where their number is odd, one key is scored twice.
+                _score(num, query, keys + j * D * 2, D, pair.ctypes.data)
+                for i in range(num):
+                    weights_RL[r0 + i, j] = pair[i, 0]
+                    weights_RL[r0 + i, j + 1] = pair[i, 1]
+        _softmax(weights_RL, count, factor)
+        for r0 in range(0, repeats, 4):
+            num = min(4, repeats - r0)
+            weights = weights_RL.ctypes.data + r0 * count * 4
+            for d in range(0, D, _TILE_K):
+                out = out_THD.ctypes.data + head + (r0 * D + d) * 4
+                _mix(num, weights, count, values + d * 2, D, count, out)

@@ -93,6 +93,12 @@ class TargetModel:
         x_nC = backend.rms_norm(x_TC[batch.logit_indices], self._final_norm, eps)
         return self._head(x_nC)
 
+    def warm_up(self) -> None:
+        """Run a small pass, so that kernels are compiled before the first row is timed."""
+        tokens = torch.zeros(2, dtype=torch.int64)
+        positions = torch.arange(2)
+        self.forward(StepBatch(tokens, tokens, positions, positions), self.new_cache(1, 2))
+
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = self._embeddings[token_ids]
         if self._embedding_scale is None:

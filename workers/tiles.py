@@ -146,10 +146,61 @@ def _tile_intrinsic(num_m: int, num_n: int, *, floating: bool) -> Any:
     return tile
 
 
+def _mix_intrinsic(num_m: int) -> Any:
+    """An intrinsic (weights, stride, values, D, count, out): out[m] = sum over j of weights[m, j] v[j].
+
+    weights: float32 rows `stride` items apart; values: bfloat16 rows of D items; out: float32 rows of
+    D items. Handles TILE_K items of D from the addresses given; j runs from 0 to count - 1, in order.
+    """
+    lanes = TILE_K // 2
+    vector, bits_type = ir.VectorType(_F32, lanes), ir.VectorType(_I16, lanes)
+
+    def codegen(_context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
+        weights, stride, values, size_d, count, out = args
+        entry = b.block
+        loop, done = b.append_basic_block("mix.loop"), b.append_basic_block("mix.done")
+        b.branch(loop)
+        b.position_at_end(loop)
+        j = b.phi(_I64)
+        j.add_incoming(_index(0), entry)
+        sums = [[b.phi(vector) for _ in range(2)] for _ in range(num_m)]
+        row = b.add(values, b.mul(b.mul(j, size_d), _index(2)))
+        halves = [_load(b, [b.add(row, _index(2 * lanes * h))], bits_type)[0] for h in range(2)]
+        v = [_widen_bf16(b, bits, lanes) for bits in halves]
+        next_j = b.add(j, _index(1))
+        for m in range(num_m):
+            at = b.add(weights, b.mul(b.add(b.mul(stride, _index(m)), j), _index(4)))
+            weight = b.load(b.inttoptr(at, _F32.as_pointer()))
+            one = b.insert_element(ir.Constant(vector, ir.Undefined), weight, ir.Constant(_I32, 0))
+            zeros = ir.Constant(ir.VectorType(_I32, lanes), None)
+            spread = b.shuffle_vector(one, one, zeros)
+            for h in range(2):
+                sums[m][h].add_incoming(ir.Constant(vector, None), entry)
+                sums[m][h].add_incoming(_fma(b, spread, v[h], sums[m][h]), loop)
+        j.add_incoming(next_j, loop)
+        b.cbranch(b.icmp_signed("<", next_j, count), loop, done)
+        b.position_at_end(done)
+        for m in range(num_m):
+            for h in range(2):
+                at = b.add(b.mul(size_d, _index(m)), _index(lanes * h))
+                pointer = b.inttoptr(b.add(out, b.mul(at, _index(4))), vector.as_pointer())
+                final = next(value for value, block in sums[m][h].incomings if block is loop)
+                b.store(final, pointer, align=4)
+        return _context.get_dummy_value()
+
+    @intrinsic
+    def mix(_typing: Any, _w: Any, _s: Any, _v: Any, _d: Any, _c: Any, _o: Any) -> Any:
+        return types.void(*[types.intp] * 6), codegen
+
+    return mix
+
+
+score_tiles = tuple(_tile_intrinsic(m, _TILE_N, floating=True) for m in (1, 2, 3, 4))
+mix_tiles = tuple(_mix_intrinsic(m) for m in (1, 2, 3, 4))
 _int8_4x2 = _tile_intrinsic(_TILE_M, _TILE_N, floating=False)
 _int8_1x2 = _tile_intrinsic(1, _TILE_N, floating=False)
-_bf16_4x2 = _tile_intrinsic(_TILE_M, _TILE_N, floating=True)
-_bf16_1x2 = _tile_intrinsic(1, _TILE_N, floating=True)
+_bf16_4x2 = score_tiles[3]
+_bf16_1x2 = score_tiles[0]
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)

@@ -1,0 +1,451 @@
+"""The main job on a local Ray: complete, repeatable however it is cut and drafted, and hard to kill."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import jobs.generate
+from jobs.__main__ import main
+from jobs.cli import parse_run
+from tests.conftest import run_jobs
+
+TOKEN_COLUMNS = (
+    *("generated_tokens", "generated_text", "num_input_tokens", "num_generated_tokens"),
+    *("finish_reason", "stop_reason", "seed", "error", "error_type", "prompt", "topic"),
+)
+Key = tuple[str, int]
+
+
+def write_prompts(path: Path, num_rows: int) -> Path:
+    """Repetitive prompts of different lengths; greedy and sampled rows, some with samples."""
+    rows: list[dict[str, Any]] = []
+    for i in range(num_rows):
+        row = {"id": f"r{i}", "prompt": f"row {i} " * (1 + i % 5), "topic": i % 3}
+        params: dict[str, Any] = {"temperature": i % 2}
+        if i % 8 == 3:
+            params |= {"n": 2, "logprobs": 2}
+        if i % 8 == 5:
+            params |= {"top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 30}
+        rows.append(row | {"sampling_params": params})
+    rows.insert(num_rows // 2, {"id": "refused", "prompt": "x" * 5000, "topic": 0})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def parts_of(output: Path) -> list[Path]:
+    return sorted((output / "data").glob("*.parquet"))
+
+
+def read_rows(output: Path) -> dict[Key, dict[str, Any]]:
+    """Every row of an output folder, checked against the promises of its columns."""
+    parts = parts_of(output)
+    assert len({pq.read_schema(part).remove_metadata().to_string() for part in parts}) == 1
+    rows = pa.concat_tables(pq.read_table(part) for part in parts).to_pylist()
+    keyed = {(row["id"], row["sample_idx"]): row for row in rows}
+    assert len(keyed) == len(rows), "a row twice"
+    for key, row in keyed.items():
+        check_row(key, row)
+    assert [p.name for p in (output / "data").iterdir() if p not in parts] == []
+    return keyed
+
+
+def check_row(key: Key, row: dict[str, Any]) -> None:
+    assert (row["finish_reason"] == "error") == bool(row["error"]), key
+    if row["error"]:
+        assert row["error_type"], key
+        return
+    histogram, accepted = row["acceptance_histogram"], row["num_accepted_draft_tokens"]
+    assert len(row["generated_tokens"]) == row["num_generated_tokens"] > 0, key
+    assert sum(histogram) == row["num_spec_steps"] <= row["num_steps"], key
+    assert sum(j * count for j, count in enumerate(histogram)) == accepted, key
+    assert accepted <= row["num_draft_tokens"], key
+    assert len(histogram) <= row["num_spec_tokens"] + 1, key
+    cut = row["num_steps"] + accepted - row["num_generated_tokens"]
+    assert 0 <= cut <= row["num_spec_tokens"], key
+    if row["finish_reason"] == "length":
+        assert cut == 0, key
+    if row["num_spec_steps"]:
+        assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / row["num_spec_steps"])
+
+
+def tokens_of(rows: dict[Key, dict[str, Any]]) -> dict[Key, tuple[Any, ...]]:
+    return {key: tuple(row[name] for name in TOKEN_COLUMNS) for key, row in rows.items()}
+
+
+Generate = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def generate(ray_session: None) -> Iterator[Generate]:
+    """The command in this process, on the tests' own Ray instead of one that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.generate.ray, "init", lambda **_: None)
+        patch.setattr(jobs.generate.ray, "shutdown", lambda: None)
+        yield lambda *arguments: main(["generate", *map(str, arguments)])
+
+
+NUM_ROWS = 64
+BASE = ("--max-tokens", 60, "--sampling.ignore_eos", "--seed", 5)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("input") / "prompts.jsonl", NUM_ROWS)
+
+
+@pytest.fixture(scope="module")
+def flags(prompts: Path, tiny_checkpoint: Path) -> tuple[Any, ...]:
+    """What the run below and those compared with it have in common."""
+    return ("--model", tiny_checkpoint, "--input", prompts, *BASE, "--data.rows_per_shard", 8)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    generate: Generate, flags: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run that all others must equal: one worker, three rows at once, nothing drafted."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    given = ("--proposer", "none", "--max-num-seqs", 3, "--num-workers", 1)
+    assert generate(*flags, "--output", output, *given) == 0
+    return output
+
+
+def copy_plan(run: Path, output: Path, keep_parts: Callable[[str], bool]) -> Path:
+    """A folder as an interrupted run would leave it."""
+    shutil.copytree(run, output, ignore=shutil.ignore_patterns("summary.json"))
+    for part in parts_of(output):
+        if not keep_parts(part.name):
+            part.unlink()
+    return output
+
+
+@pytest.mark.ray
+def test_the_command_from_files_to_parts(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """As a user types it: its own Ray, relative paths, some lines that cannot run."""
+    lines = [
+        json.dumps({"prompt": "one one one", "topic": "a"}),
+        '{"prompt": "cut off',
+        json.dumps({"messages": [{"role": "user", "content": "hi"}], "topic": "b"}),
+        json.dumps({"topic": "no prompt"}),
+        json.dumps({"prompt": "x" * 300, "topic": "too long"}),
+        json.dumps({"prompt": "two", "sampling_params": {"n": 3, "temperature": 1.0}}),
+        json.dumps({"prompt": "x", "sampling_params": {"temprature": 1.0}}),
+        json.dumps({"prompt_token_ids": [1, 2, 3], "id": "ids"}),
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    pq.write_table(pa.table({"prompt": ["p"], "topic": ["parquet"]}), tmp_path / "in.parquet")
+    given = ("--model", tiny_checkpoint, "--input", "in.jsonl", "in.parquet", "--output", "out")
+    result = run_jobs("generate", *given, "--max-tokens", 12, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    rows = read_rows(tmp_path / "out")
+    errors = {key: row["error_type"] for key, row in rows.items() if row["error"]}
+    assert errors == {
+        ("in.jsonl:1", 0): "BadRow",
+        ("in.jsonl:3", 0): "NoPrompt",
+        ("in.jsonl:4", 0): "PromptTooLong",
+        ("in.jsonl:6", 0): "InvalidSamplingParams",
+    }
+    assert "in.jsonl: line 2: " in rows["in.jsonl:1", 0]["error"]
+    answered = [("in.jsonl:0", 0), ("in.jsonl:2", 0), ("ids", 0), ("in.parquet:0", 0)]
+    answered += [("in.jsonl:5", i) for i in range(3)]
+    assert rows.keys() == {*errors, *answered}
+    assert rows["in.parquet:0", 0]["topic"] == "parquet"
+    assert len({tuple(rows["in.jsonl:5", i]["generated_tokens"]) for i in range(3)}) == 3
+    check_summary(tmp_path / "out", rows, num_rows=9)
+    check_config_is_the_same_run(tmp_path / "out")
+
+
+def check_summary(output: Path, rows: dict[Key, dict[str, Any]], num_rows: int) -> None:
+    summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+
+    def total(name: str) -> int:
+        return sum(row[name] or 0 for row in rows.values())
+
+    assert summary["num_rows"] == num_rows
+    assert summary["num_samples"] == len(rows)
+    assert summary["num_errors"] == sum(bool(row["error"]) for row in rows.values())
+    for name in ("num_generated_tokens", "num_steps", "num_spec_steps", "num_draft_tokens"):
+        assert summary[name] == total(name), name
+    assert summary["num_accepted_draft_tokens"] == total("num_accepted_draft_tokens")
+    footers = [pq.read_metadata(part).metadata[b"quasar"] for part in parts_of(output)]
+    for footer in map(json.loads, footers):
+        assert footer["weights_digest"] == summary["weights_digest"]
+        assert footer["config_digest"] == summary["config_digest"]
+        assert footer["versions"].keys() >= {"torch", "ray", "python", "quasar-batch"}
+
+
+def check_config_is_the_same_run(output: Path) -> None:
+    path = output / "config.yaml"
+    config = parse_run(["--config", str(path)])
+    assert config.model_dump(mode="json") == yaml.safe_load(path.read_text(encoding="utf-8"))
+    summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+    assert config.digest() == summary["config_digest"]
+
+
+@pytest.mark.ray
+def test_the_undisturbed_run_is_complete(undisturbed: Path) -> None:
+    rows = read_rows(undisturbed)
+    expected = {(f"r{i}", 0) for i in range(NUM_ROWS)} | {("refused", 0)}
+    expected |= {(f"r{i}", 1) for i in range(3, NUM_ROWS, 8)}
+    assert rows.keys() == expected
+    assert [key for key, row in rows.items() if row["error"]] == [("refused", 0)]
+    assert len(parts_of(undisturbed)) == 9  # 65 rows, 8 a shard.
+    assert all(row["num_draft_tokens"] == 0 for row in rows.values() if not row["error"])
+    assert all(row["logprobs"] for key, row in rows.items() if key[0] == "r3")
+    assert all(row["attempt"] == 1 for row in rows.values())
+    check_summary(undisturbed, rows, num_rows=NUM_ROWS + 1)
+
+
+@pytest.mark.ray
+def test_workers_batches_drafts_and_shards_change_no_token(
+    generate: Generate,
+    flags: tuple[Any, ...],
+    undisturbed: Path,
+    tmp_path: Path,
+) -> None:
+    """Everything at once against the plainest run; greedy and sampled rows are in both."""
+    output = tmp_path / "out"
+    given = ("--proposer", "ngram", "--num-speculative-tokens", 4, "--max-num-seqs", 16)
+    shards = ("--num-workers", 2, "--data.rows_per_shard", 256)
+    assert generate(*flags, "--output", output, *given, *shards) == 0
+    rows, expected = read_rows(output), read_rows(undisturbed)
+    assert len(parts_of(output)) < len(parts_of(undisturbed))
+    assert tokens_of(rows) == tokens_of(expected)
+    for key, row in rows.items():
+        assert row["cumulative_logprob"] == pytest.approx(expected[key]["cumulative_logprob"])
+    assert sum(row["num_accepted_draft_tokens"] or 0 for row in rows.values()) > 0
+    assert any(row["num_accepted_draft_tokens"] == 0 for row in rows.values())
+
+
+class Killer(threading.Thread):
+    """Kills one of the actors with SIGKILL once a part is committed and others are under way."""
+
+    def __init__(self, output: Path) -> None:
+        super().__init__(daemon=True)
+        self._output, self._since = output, time.time()
+        self.killed: int | None = None
+
+    def actors(self) -> list[dict[str, Any]]:
+        """The shard actors of this run."""
+        from ray._private.state import actors
+
+        since = self._since * 1000
+        return [
+            actor
+            for actor in actors().values()
+            if "_ShardActor" in actor["ActorClassName"] and actor["StartTime"] >= since
+        ]
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 100
+        while self.killed is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            num_parts = len(parts_of(self._output))
+            alive = [actor["Pid"] for actor in self.actors() if actor["State"] == "ALIVE"]
+            if alive and num_parts and (len(alive) == 2 or num_parts >= 4):
+                os.kill(alive[0], signal.SIGKILL)
+                self.killed = alive[0]
+
+    def num_conversions(self) -> int:
+        """Executions of the conversion task since the start, from Ray's own record."""
+        import ray
+
+        def count() -> int:
+            return sum(
+                event["cat"] == "task::convert" and event["ts"] >= self._since * 1e6
+                for event in ray.timeline()
+            )
+
+        deadline = time.monotonic() + 20
+        while not count() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(1.5)  # Processes report once a second: a second conversion would be there too.
+        return count()
+
+
+@pytest.mark.ray
+def test_an_actor_killed_half_way_changes_nothing(
+    generate: Generate, flags: tuple[Any, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    output = copy_plan(undisturbed, tmp_path / "out", lambda _: False)
+    shutil.rmtree(output / "attempts")
+    killer = Killer(output)
+    killer.start()
+    given = ("--num-workers", 2, "--proposer", "ngram", "--max-num-seqs", 2)
+    assert generate(*flags, "--output", output, *given) == 0
+    killer.join(5)
+    assert killer.killed is not None
+    rows = read_rows(output)
+    assert tokens_of(rows) == tokens_of(read_rows(undisturbed))
+    attempts = Counter(row["attempt"] for row in rows.values())
+    assert attempts[2] > 0, "no shard was under way when the actor was killed"
+    assert attempts[1] > 0
+    assert attempts.keys() == {1, 2}
+    actors = killer.actors()
+    assert len(actors) == 2
+    assert sum(actor["NumRestarts"] for actor in actors) == 1
+    assert killer.num_conversions() == 1
+
+
+@pytest.mark.ray
+def test_a_resumed_run_does_what_is_missing_and_nothing_else(
+    generate: Generate, flags: tuple[Any, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    names = [part.name for part in parts_of(undisturbed)]
+    missing = {names[2], names[7]}
+    output = copy_plan(undisturbed, tmp_path / "out", lambda name: name not in missing)
+    before = {part.name: part.stat() for part in parts_of(output)}
+    assert len(before) == len(names) - 2
+    assert generate(*flags, "--output", output, "--proposer", "ngram") == 0
+    after = {part.name: part.stat() for part in parts_of(output)}
+    assert after.keys() == set(names)
+    for name, stat in before.items():
+        assert (after[name].st_mtime_ns, after[name].st_ino) == (stat.st_mtime_ns, stat.st_ino)
+    rows = read_rows(output)
+    assert tokens_of(rows) == tokens_of(read_rows(undisturbed))
+    again = {key for key, row in rows.items() if row["attempt"] == 2}
+    tables = [pq.read_table(output / "data" / name) for name in missing]
+    assert again == {(r["id"], r["sample_idx"]) for t in tables for r in t.to_pylist()}
+    check_summary(output, rows, num_rows=NUM_ROWS + 1)
+    summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+    assert summary["this_run"]["num_shards"] == 2
+
+
+@pytest.mark.ray
+def test_a_complete_run_is_left_alone(
+    generate: Generate, flags: tuple[Any, ...], undisturbed: Path
+) -> None:
+    before = [part.stat().st_mtime_ns for part in parts_of(undisturbed)]
+    assert generate(*flags, "--output", undisturbed) == 0
+    assert [part.stat().st_mtime_ns for part in parts_of(undisturbed)] == before
+    summary = json.loads((undisturbed / "summary.json").read_text(encoding="utf-8"))
+    assert summary["this_run"]["num_shards"] == 0
+    assert summary["num_rows"] == NUM_ROWS + 1
+
+
+@pytest.mark.ray
+def test_a_file_that_turns_out_damaged_is_one_line(
+    generate: Generate,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Found by an actor half-way through planning; the user sees the file's name, no traceback."""
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"no gz")
+    given = ("--model", tiny_checkpoint, "--input", tmp_path / "bad.jsonl.gz")
+    assert generate(*given, "--output", tmp_path / "out") == 2
+    assert_one_line(capsys.readouterr().err, str(tmp_path / "bad.jsonl.gz"))
+    assert not (tmp_path / "out" / "data").exists()
+
+
+def assert_one_line(stderr: str, *named: str) -> None:
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1, stderr
+    for word in named:
+        assert word in stderr
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `generate`, which must refuse with exit code 2 before Ray or a model is touched."""
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(jobs.generate, "_start_ray", unreachable)
+    monkeypatch.setattr(jobs.generate, "convert_to_store", unreachable)
+
+    def check(*arguments: Any, named: tuple[str, ...]) -> None:
+        assert main(["generate", *map(str, arguments)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert_one_line(captured.err, *named)
+
+    return check
+
+
+@pytest.fixture
+def one_prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    return path
+
+
+def test_bad_input_is_refused_early(
+    refused: Any, tiny_checkpoint: Path, one_prompt: Path, tmp_path: Path
+) -> None:
+    out, missing = tmp_path / "out", tmp_path / "missing.jsonl"
+    rest = ("--input", one_prompt, "--output", out)
+    good = ("--model", tiny_checkpoint, *rest)
+    refused(*good, "--input", missing, named=(str(missing), "no such file"))
+    refused(*good, "--temperature", -1, named=("sampling.temperature", "-1"))
+    refused(*good, "--sampling.topk", 4, named=("--sampling.topk",))
+    refused("--model", tmp_path / "none", *rest, named=(str(tmp_path / "none"), "no such folder"))
+    refused("--model", one_prompt, *rest, named=(str(one_prompt), "file"))
+    (tmp_path / "empty").mkdir()
+    refused("--model", tmp_path / "empty", *rest, named=(str(tmp_path / "empty"), "config.json"))
+    table = tmp_path / "a.csv"
+    table.write_text("prompt\n", encoding="utf-8")
+    refused(*good, "--input", table, named=(str(table), ".parquet"))
+    assert not out.exists()
+
+
+def test_a_model_without_tokenizer_is_refused(
+    refused: Any, tiny_checkpoint: Path, one_prompt: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    rest = ("--input", one_prompt, "--output", tmp_path / "out")
+    refused("--model", model, *rest, named=(str(model), "tokenizer"))
+
+
+def test_a_relative_output_inside_a_ray_job_is_refused(
+    refused: Any, tiny_checkpoint: Path, one_prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    given = ("--model", tiny_checkpoint, "--input", one_prompt)
+    refused(*given, "--output", "out/here", named=("out/here", "relative", "absolute"))
+
+
+def test_another_configuration_or_a_foreign_folder_is_refused(
+    refused: Any, tiny_checkpoint: Path, one_prompt: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    good = ("--model", tiny_checkpoint, "--input", one_prompt, "--output", out)
+    config = parse_run([str(argument) for argument in good])
+    (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    refused(*good, "--temperature", 0.5, named=("sampling.temperature", "0.0", "0.5", str(out)))
+    refused(*good, "--data.rows_per_shard", 9, named=("data.rows_per_shard",))
+    refused(*good, "--seed", 1, named=("seed was 0, is 1",))
+    for text in ("- a", "model: m\n", "a: [", ""):
+        (out / "config.yaml").write_text(text, encoding="utf-8")
+        refused(*good, named=(str(out), "config.yaml"))
+    (out / "config.yaml").unlink()
+    (out / "thesis.txt").write_text("ten years of work", encoding="utf-8")
+    refused(*good, named=(str(out), "not empty"))
+    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
+    refused(*good, "--output", out / "thesis.txt", named=("thesis.txt", "file"))
+
+
+def test_the_process_says_one_line_and_exits_2(tmp_path: Path) -> None:
+    """The same from outside: nothing else on the terminal, no traceback."""
+    given = ("--model", tmp_path, "--input", "no/such.jsonl", "--output", tmp_path / "out")
+    result: subprocess.CompletedProcess[str] = run_jobs("generate", *given)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert_one_line(result.stderr, "no/such.jsonl")

@@ -1,0 +1,369 @@
+"""The plan: every row in exactly one shard, by fixed rules, and conflicts named before a model is loaded."""
+
+import gzip
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.admission import Admission, load_tokenizer
+from pipeline.errors import InputError
+from pipeline.plan import (
+    Plan,
+    Shard,
+    SourceGroup,
+    assemble,
+    group_sources,
+    read_shard,
+    to_parquet,
+    write_shards,
+)
+from pipeline.schema import PLAN_SCHEMA, schema_from_json, schema_to_json
+from workers.config import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def admission(tiny_checkpoint: Path) -> Admission:
+    return Admission(load_tokenizer(tiny_checkpoint), SamplingParams(max_tokens=8), 40)
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def prompts(count: int, **columns: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{i}", **columns} for i in range(count)]
+
+
+def make_plan(
+    admission: Admission,
+    uris: list[str],
+    output: Path,
+    limit: int | None = None,
+    rows_per_shard: int = 256,
+) -> Plan:
+    """What `pipeline.graph.write_plan` does, without Ray; groups in reverse, as actors may end."""
+    written: list[tuple[Shard, pa.Schema]] = []
+    for group in reversed(group_sources(uris, limit)):
+        group = SourceGroup.from_json(group.to_json())
+        written += write_shards(group, admission, str(output), rows_per_shard)
+    plan = assemble(written, str(output))
+    plan.save(str(output))
+    return plan
+
+
+def all_rows(plan: Plan, output: Path) -> list[dict[str, Any]]:
+    return [
+        row for shard in plan.shards for row in read_shard(str(output), shard.name).to_pylist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "rows_per_shard", "sizes"),
+    [
+        (1, 256, [1]),
+        (16, 256, [16]),
+        (17, 256, [16, 1]),
+        (600, 256, [16, 32, 64, 128, 256, 104]),
+        (100, 40, [16, 32, 40, 12]),
+        (20, 8, [8, 8, 4]),
+        (3, 1, [1, 1, 1]),
+    ],
+)
+def test_shards_grow(
+    admission: Admission, tmp_path: Path, num_rows: int, rows_per_shard: int, sizes: list[int]
+) -> None:
+    uri = write_jsonl(tmp_path / "a.jsonl", prompts(num_rows))
+    plan = make_plan(admission, [uri], tmp_path / "out", rows_per_shard=rows_per_shard)
+    assert [shard.num_rows for shard in plan.shards] == sizes
+    assert [shard.name for shard in plan.shards] == [f"00000-{i:05d}" for i in range(len(sizes))]
+    assert plan.num_rows == num_rows
+    rows = all_rows(plan, tmp_path / "out")
+    assert [row["id"] for row in rows] == [f"a.jsonl:{i}" for i in range(num_rows)]
+    assert [row["prompt"] for row in rows] == [f"p{i}" for i in range(num_rows)]
+
+
+def test_several_files_have_shards_of_their_own(admission: Admission, tmp_path: Path) -> None:
+    uris = [write_jsonl(tmp_path / f"{name}.jsonl", prompts(20)) for name in "ba"]
+    plan = make_plan(admission, uris, tmp_path / "out")
+    names = ["00000-00000", "00000-00001", "00001-00000", "00001-00001"]
+    assert [shard.name for shard in plan.shards] == names
+    ids = [row["id"] for row in all_rows(plan, tmp_path / "out")]
+    assert ids == [f"{name}.jsonl:{i}" for name in "ba" for i in range(20)]
+
+
+def test_a_plan_made_again_is_the_same_bytes(admission: Admission, tmp_path: Path) -> None:
+    uris = [write_jsonl(tmp_path / f"{name}.jsonl", prompts(20, k=1)) for name in "ab"]
+    for out in ("one", "two"):
+        make_plan(admission, uris, tmp_path / out)
+    one = {p.name: p.read_bytes() for p in (tmp_path / "one" / "plan").iterdir()}
+    two = {p.name: p.read_bytes() for p in (tmp_path / "two" / "plan").iterdir()}
+    assert one == two
+    assert len(one) == 5
+
+
+@pytest.mark.parametrize(
+    ("limit", "counts"), [(5, (5, 0)), (20, (20, 0)), (23, (20, 3)), (99, (20, 20))]
+)
+def test_a_limit_counts_across_files(
+    admission: Admission, tmp_path: Path, limit: int, counts: tuple[int, int]
+) -> None:
+    uris = [write_jsonl(tmp_path / f"{name}.jsonl", prompts(20)) for name in "ab"]
+    plan = make_plan(admission, uris, tmp_path / "out", limit=limit)
+    sources = [row["source"] for row in all_rows(plan, tmp_path / "out")]
+    assert (sources.count("a.jsonl"), sources.count("b.jsonl")) == counts
+
+
+def test_a_bad_row_counts_toward_the_limit(admission: Admission, tmp_path: Path) -> None:
+    uri = write_jsonl(tmp_path / "a.jsonl", ["no json", {"prompt": "a"}, {"prompt": "b"}])
+    plan = make_plan(admission, [uri], tmp_path / "out", limit=2)
+    rows = all_rows(plan, tmp_path / "out")
+    assert [row["prompt"] for row in rows] == [None, "a"]
+    assert "line 1" in rows[0]["error"]
+
+
+def test_shards_describe_themselves(admission: Admission, tmp_path: Path) -> None:
+    rows = [{"prompt": "abc"}, {"prompt": ""}, {"prompt": "x" * 50}, {"prompt": "x" * 30}]
+    plan = make_plan(admission, [write_jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "out")
+    # 3 + 30 tokens admitted; the longest: 30 + 8 of an answer.
+    assert plan.shards == (Shard("00000-00000", 4, 2, 33, 38),)
+    assert (plan.num_rows, plan.max_total_tokens) == (4, 38)
+
+
+def test_same_file_names_in_two_folders(admission: Admission, tmp_path: Path) -> None:
+    uris = [write_jsonl(tmp_path / folder / "a.jsonl", prompts(2)) for folder in ("x", "y")]
+    plan = make_plan(admission, uris, tmp_path / "out")
+    ids = [row["id"] for row in all_rows(plan, tmp_path / "out")]
+    assert ids == [f"{uri}:{i}" for uri in uris for i in range(2)]
+
+
+def test_the_same_file_twice_is_refused(admission: Admission, tmp_path: Path) -> None:
+    uri = write_jsonl(tmp_path / "a.jsonl", prompts(2))
+    with pytest.raises(InputError, match=r"a\.jsonl"):
+        make_plan(admission, [uri, uri], tmp_path / "out")
+
+
+def test_an_id_that_occurs_twice_names_both_places(admission: Admission, tmp_path: Path) -> None:
+    one = [{"prompt": f"p{i}", "id": f"a{i}"} for i in range(20)]
+    two = [{"prompt": f"p{i}", "id": f"b{i}"} for i in range(20)]
+    two[18]["id"] = "a3"
+    uris = [write_jsonl(tmp_path / "a.jsonl", one), write_jsonl(tmp_path / "b.jsonl", two)]
+    with pytest.raises(InputError) as raised:
+        make_plan(admission, uris, tmp_path / "out")
+    for words in ("'a3'", "a.jsonl row 3", "b.jsonl row 18"):
+        assert words in str(raised.value)
+    assert Plan.load(str(tmp_path / "out")) is None
+
+
+def test_a_given_id_may_not_be_that_of_a_made_one(admission: Admission, tmp_path: Path) -> None:
+    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b", "id": "a.jsonl:0"}])
+    with pytest.raises(InputError, match=r"row 1.*row 0"):
+        make_plan(admission, [uri], tmp_path / "out")
+
+
+def test_a_number_and_its_text_are_one_id(admission: Admission, tmp_path: Path) -> None:
+    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "id": 7}, {"prompt": "b", "id": "7"}])
+    with pytest.raises(InputError, match="'7'"):
+        make_plan(admission, [uri], tmp_path / "out")
+
+
+def test_no_rows(admission: Admission, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no rows"):
+        make_plan(admission, [write_jsonl(tmp_path / "a.jsonl", [])], tmp_path / "out")
+
+
+def test_a_file_damaged_half_way_is_refused(admission: Admission, tmp_path: Path) -> None:
+    content = gzip.compress(b'{"prompt": "a"}\n' * 5000)
+    (tmp_path / "a.jsonl.gz").write_bytes(content[:-20])
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz"):
+        make_plan(admission, [str(tmp_path / "a.jsonl.gz")], tmp_path / "out")
+    assert Plan.load(str(tmp_path / "out")) is None
+
+
+def test_types_of_carried_columns(admission: Admission, tmp_path: Path) -> None:
+    when = datetime(2026, 1, 2, 3, 4, 5, 678, UTC)
+    columns = {
+        "prompt": pa.array(["a", "b"]),
+        "when": pa.array([when, None], pa.timestamp("us", "UTC")),
+        "tags": pa.array([["x"], []], pa.list_(pa.string())),
+        "score": pa.array([0.5, None], pa.float64()),
+        "count": pa.array([1, 2**40], pa.int64()),
+        "flag": pa.array([True, None]),
+        "raw": pa.array([b"\xff", b""]),
+        "meta": pa.array([{"k": 1}, None], pa.struct([("k", pa.int64())])),
+        "nothing": pa.nulls(2),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    plan = make_plan(admission, [str(tmp_path / "a.parquet")], tmp_path / "out")
+    carried = {field.name.removeprefix("carried."): field.type for field in plan.carried}
+    assert carried == {name: array.type for name, array in columns.items() if name != "prompt"}
+    table = read_shard(str(tmp_path / "out"), "00000-00000")
+    for name in carried:
+        assert table.column(f"carried.{name}").to_pylist() == columns[name].to_pylist(), name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pa.int32(), pa.uint8(), pa.float32(), pa.large_string(), pa.date32()),
+        *(pa.timestamp("ms"), pa.timestamp("ns"), pa.decimal128(21, 2), pa.duration("us")),
+    ],
+    ids=str,
+)
+def test_narrow_types_keep_their_values(
+    admission: Admission, tmp_path: Path, kind: pa.DataType
+) -> None:
+    """A column may come out wider, but never with another value."""
+    values = pa.array([1, None, 3], pa.int32() if kind == pa.date32() else pa.int64())
+    column = values.cast(kind)
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"], "x": column}), tmp_path / "a.parquet")
+    make_plan(admission, [str(tmp_path / "a.parquet")], tmp_path / "out")
+    carried = read_shard(str(tmp_path / "out"), "00000-00000").column("carried.x")
+    assert carried.cast(kind).to_pylist() == column.to_pylist()
+
+
+def test_a_map_column_is_carried_or_refused_by_name(admission: Admission, tmp_path: Path) -> None:
+    column = pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "pairs": column}), tmp_path / "a.parquet")
+    try:
+        make_plan(admission, [str(tmp_path / "a.parquet")], tmp_path / "out")
+    except InputError as error:
+        assert "pairs" in str(error)
+    else:
+        table = read_shard(str(tmp_path / "out"), "00000-00000")
+        first, second = table.column("carried.pairs").to_pylist()
+        assert (dict(first), dict(second)) == ({"k": 1}, {})
+
+
+def test_a_type_conflict_within_a_file_is_named(admission: Admission, tmp_path: Path) -> None:
+    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}])
+    with pytest.raises(InputError) as raised:
+        make_plan(admission, [uri], tmp_path / "out")
+    assert "'x'" in str(raised.value)
+    assert "a.jsonl" in str(raised.value)
+
+
+def test_a_number_too_large_for_parquet_is_named(admission: Admission, tmp_path: Path) -> None:
+    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "x": 2**70}])
+    with pytest.raises(InputError, match="'x'"):
+        make_plan(admission, [uri], tmp_path / "out")
+
+
+def test_a_type_conflict_between_files_is_named(admission: Admission, tmp_path: Path) -> None:
+    uris = [
+        write_jsonl(tmp_path / "a.jsonl", prompts(2, x=1)),
+        write_jsonl(tmp_path / "b.jsonl", prompts(2, x="one")),
+    ]
+    with pytest.raises(InputError) as raised:
+        make_plan(admission, uris, tmp_path / "out")
+    for word in ("'x'", "int64", "string"):
+        assert word in str(raised.value)
+
+
+def test_carried_columns_are_unified_over_shards(admission: Admission, tmp_path: Path) -> None:
+    one = [*prompts(16, x=1, tags=[], meta={"k": 1}), {"prompt": "z", "late": True}]
+    two = prompts(3, x=0.5, tags=["t"], meta={"other": "o"}, nothing=None)
+    uris = [write_jsonl(tmp_path / "a.jsonl", one), write_jsonl(tmp_path / "b.jsonl", two)]
+    plan = make_plan(admission, uris, tmp_path / "out")
+    kinds = {field.name.removeprefix("carried."): field.type for field in plan.carried}
+    assert kinds["x"] == pa.float64()
+    assert kinds["tags"] == pa.list_(pa.string())
+    assert kinds["late"] == pa.bool_()
+    assert {kinds["meta"].field(i).name for i in range(2)} == {"k", "other"}
+    assert pa.types.is_null(kinds["nothing"])
+
+
+@pytest.mark.parametrize("value", [{}, [{}], {"k": {}}], ids=str)
+def test_empty_objects_are_carried_or_refused_by_name(
+    admission: Admission, tmp_path: Path, value: Any
+) -> None:
+    """Parquet cannot hold a struct without fields."""
+    uri = write_jsonl(tmp_path / "a.jsonl", prompts(2, meta=value))
+    try:
+        make_plan(admission, [uri], tmp_path / "out")
+    except InputError as error:
+        assert "'meta'" in str(error)
+
+
+def test_odd_column_names(admission: Admission, tmp_path: Path) -> None:
+    names = ["", " ", "carried.x", "a.b", "é", "source", "row", "prompt "]
+    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", **dict.fromkeys(names, 1)}])
+    make_plan(admission, [uri], tmp_path / "out")
+    table = read_shard(str(tmp_path / "out"), "00000-00000")
+    assert table.column_names == [*PLAN_SCHEMA.names, *(f"carried.{name}" for name in names)]
+    assert table.column("source").to_pylist() == ["a.jsonl"]
+
+
+def test_a_plan_is_complete_only_with_its_manifest(admission: Admission, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    uri = write_jsonl(tmp_path / "a.jsonl", prompts(20, x=1))
+    plan = make_plan(admission, [uri], out)
+    assert Plan.load(str(out)) == plan
+    manifest = out / "plan" / "plan.json"
+    whole = manifest.read_bytes()
+    for damaged in (b"", b"{", b"[]", b"{}", whole[:-40], whole.replace(b"num_rows", b"nums")):
+        manifest.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"plan\.json: damaged"):
+            Plan.load(str(out))
+    manifest.unlink()
+    assert Plan.load(str(out)) is None
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="shard-00000-00003"):
+        read_shard(str(tmp_path), "00000-00003")
+
+
+def test_groups_survive_the_journey() -> None:
+    group = SourceGroup(((0, "s3://b/é.jsonl", "é.jsonl"), (1, "b", "b")), 5)
+    assert SourceGroup.from_json(group.to_json()) == group
+
+
+def test_schemas_survive_the_journey() -> None:
+    schema = pa.schema([("a", pa.timestamp("us", "UTC")), ("b", pa.list_(pa.null()))])
+    assert schema_from_json(schema_to_json(schema)) == schema
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(values=st.lists(_VALUES, min_size=1, max_size=4))
+def test_carried_values_come_through_or_are_refused_by_name(
+    admission: Admission, tmp_path_factory: pytest.TempPathFactory, values: list[Any]
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("plan")
+    uri = write_jsonl(
+        tmp_path / "a.jsonl",
+        [json.dumps({"prompt": "p", "x": v}).replace("NaN", "1").replace("Infinity", "2") for v in values],
+    )
+    try:
+        plan = make_plan(admission, [uri], tmp_path / "out")
+    except InputError as error:
+        assert "'x'" in str(error)
+        return
+    table = read_shard(str(tmp_path / "out"), "00000-00000")
+    assert plan.num_rows == table.num_rows == len(values)
+    to_parquet(table)
