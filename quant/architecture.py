@@ -119,6 +119,10 @@ def _read_raw_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json, so this is no Hugging Face checkpoint")
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -176,7 +180,8 @@ def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     ids = config.eos_token_id
     if path.is_file():
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", ids)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+        ids = _read_json(path).get("eos_token_id", ids)
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and 0 <= i < config.vocab_size for i in ids):
+        raise CheckpointError(f"{folder}: eos_token_id {ids} is not within the vocabulary")
+    return tuple(ids)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,38 +66,60 @@ def find_checkpoint(model: str) -> Path:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Index a checkpoint and check that its tensors are exactly those its config calls for."""
     architecture = read_architecture(folder)
-    files = _index(folder)
-    expected = set(tensor_names(architecture))
+    files, shapes = _index(folder)
+    expected = tensor_shapes(architecture)
+    present = {name for name in shapes if not name.endswith("rotary_emb.inv_freq")}
     if architecture.tied_head:
-        files.pop(HEAD, None)  # Some exporters write the tied copy too.
-    present = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(expected - present):
+        present.discard(HEAD)  # Some exporters write the tied copy too.
+    if missing := sorted(expected.keys() - present):
         raise CheckpointError(f"{folder}: {len(missing)} tensors missing, such as {missing[0]}")
-    if unknown := sorted(present - expected):
+    if unknown := sorted(present - expected.keys()):
         raise CheckpointError(
             f"{folder}: {len(unknown)} tensors not understood, such as {unknown[0]}"
         )
-    return Checkpoint(folder, architecture, files)
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{files[name]}: {name} has the shape {shapes[name]}, config.json says {shape}"
+            )
+    return Checkpoint(folder, architecture, {name: files[name] for name in expected})
 
 
-def tensor_names(architecture: Architecture) -> Iterator[str]:
-    """Every tensor name that the architecture needs, in Hugging Face's spelling."""
-    yield EMBEDDINGS
-    yield FINAL_NORM
-    if not architecture.tied_head:
-        yield HEAD
-    for index in range(architecture.num_layers):
+def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the architecture needs, by Hugging Face's name, with its shape."""
+    a = architecture
+    hidden, q_size, kv_size = a.hidden_size, a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    outputs = {
+        "q_proj": q_size,
+        "k_proj": kv_size,
+        "v_proj": kv_size,
+        "o_proj": hidden,
+        "gate_proj": a.intermediate_size,
+        "up_proj": a.intermediate_size,
+        "down_proj": hidden,
+    }
+    inputs = {"o_proj": q_size, "down_proj": a.intermediate_size}
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDINGS: (a.vocab_size, hidden),
+        FINAL_NORM: (hidden,),
+    }
+    if not a.tied_head:
+        shapes[HEAD] = (a.vocab_size, hidden)
+    for index in range(a.num_layers):
         layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight"
-        yield f"{layer}.post_attention_layernorm.weight"
-        if architecture.qk_norm:
-            yield f"{layer}.self_attn.q_norm.weight"
-            yield f"{layer}.self_attn.k_norm.weight"
-        for group, parts, bias in linear_groups(architecture):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{norm}.weight"] = (hidden,)
+        for norm in ("q_norm", "k_norm") if a.qk_norm else ():
+            shapes[f"{layer}.self_attn.{norm}.weight"] = (a.head_dim,)
+        for module, parts, bias in linear_groups(a):
             for part in parts:
-                yield f"{layer}.{group}.{part}.weight"
+                shapes[f"{layer}.{module}.{part}.weight"] = (
+                    outputs[part],
+                    inputs.get(part, hidden),
+                )
                 if bias:
-                    yield f"{layer}.{group}.{part}.bias"
+                    shapes[f"{layer}.{module}.{part}.bias"] = (outputs[part],)
+    return shapes
 
 
 def linear_groups(architecture: Architecture) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
@@ -111,25 +132,40 @@ def linear_groups(architecture: Architecture) -> tuple[tuple[str, tuple[str, ...
     )
 
 
-def _index(folder: Path) -> dict[str, Path]:
+def _index(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+    """The file and the shape of every tensor of the folder."""
     files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as handle:
-                files.update(dict.fromkeys(handle.keys(), path))
+                for name in handle.keys():  # noqa: SIM118 - no mapping
+                    files[name] = path
+                    shapes[name] = tuple(handle.get_slice(name).get_shape())
         except SafetensorError as error:
             raise CheckpointError(f"{path}: damaged safetensors file ({error})") from error
-    index = folder / "model.safetensors.index.json"
+    return files, shapes
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files transformers would load: those the index names, else model.safetensors."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if absent := sorted(name for name in named if not (folder / name).is_file()):
+        try:
+            named = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
+        if absent := [name for name in named if not (folder / name).is_file()]:
             raise CheckpointError(f"{folder}: {absent[0]} is missing ({index.name} names it)")
-    if files:
-        return files
+        return [folder / name for name in named]
+    if single.is_file():
+        return [single]
     pickles = [p.name for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]
     if pickles:
         raise CheckpointError(
             f"{folder}: holds only pickle files ({pickles[0]}), which can run code and are refused; "
             "convert the checkpoint to safetensors"
         )
-    raise CheckpointError(f"{folder}: no *.safetensors file")
+    raise CheckpointError(f"{folder}: neither model.safetensors nor {index.name}")

@@ -178,7 +178,11 @@ def test_refused_rows_say_why_and_where(admission: Admission, name: str) -> None
 def test_an_unreadable_line_is_located_once(admission: Admission) -> None:
     raw = RawRow(6, WHERE, None, f"{WHERE}: bad JSON (...)")
     row = admission.admit(raw, "a.jsonl")
-    assert (row.id, row.error, row.error_type) == ("a.jsonl:6", f"{WHERE}: bad JSON (...)", "BadRow")
+    assert (row.id, row.error, row.error_type) == (
+        "a.jsonl:6",
+        f"{WHERE}: bad JSON (...)",
+        "BadRow",
+    )
     assert row.prompt_token_ids is None
 
 
@@ -234,7 +238,9 @@ def test_parameters_of_a_row_are_merged_over_the_runs(admission: Admission) -> N
     assert row.error is None
     plan_row = {"id": row.id, "prompt_token_ids": row.prompt_token_ids}
     first, second = build_requests(
-        plan_row | {"sampling_params": row.sampling_params}, SamplingParams(max_tokens=8, top_k=7), 0
+        plan_row | {"sampling_params": row.sampling_params},
+        SamplingParams(max_tokens=8, top_k=7),
+        0,
     )
     assert first.params == SamplingParams(temperature=1, stop=("END",), n=2, max_tokens=8, top_k=7)
     assert (first.sample_idx, second.sample_idx) == (0, 1)
@@ -379,7 +385,9 @@ _JSON = st.recursive(
 )
 _NAMES = ["id", "prompt", "messages", "prompt_token_ids", "sampling_params", "topic", "body"]
 _ROWS = st.dictionaries(
-    st.sampled_from([*_NAMES, "custom_id", "method", "url"]) | st.text(max_size=3), _JSON, max_size=6
+    st.sampled_from([*_NAMES, "custom_id", "method", "url"]) | st.text(max_size=3),
+    _JSON,
+    max_size=6,
 )
 
 

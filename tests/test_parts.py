@@ -261,7 +261,12 @@ def test_a_report_is_the_sum_of_its_rows(tmp_path: Path) -> None:
     stats = AcceptanceStats(num_steps=3, num_draft_tokens=5, histogram=(1, 0, 1))
     report = commit(tmp_path, rows, stats=stats, seconds=2.0)
     # Three samples of two tokens, three prompt tokens and `stats` each; one row refused.
-    assert (report.shard, report.num_rows, report.num_samples, report.num_errors) == (SHARD, 3, 4, 1)
+    assert (report.shard, report.num_rows, report.num_samples, report.num_errors) == (
+        SHARD,
+        3,
+        4,
+        1,
+    )
     assert (report.num_input_tokens, report.num_generated_tokens) == (9, 6)
     assert report.stats == AcceptanceStats(9, 15, (3, 0, 3))
     ends = [row["finished_at"].timestamp() for row in read_part(tmp_path).to_pylist()]

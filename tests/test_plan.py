@@ -63,9 +63,7 @@ def make_plan(
 
 
 def all_rows(plan: Plan, output: Path) -> list[dict[str, Any]]:
-    return [
-        row for shard in plan.shards for row in read_shard(str(output), shard.name).to_pylist()
-    ]
+    return [row for shard in plan.shards for row in read_shard(str(output), shard.name).to_pylist()]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +333,11 @@ def test_schemas_survive_the_journey() -> None:
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.text(max_size=4),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
     ),
@@ -357,7 +359,10 @@ def test_carried_values_come_through_or_are_refused_by_name(
     tmp_path = tmp_path_factory.mktemp("plan")
     uri = write_jsonl(
         tmp_path / "a.jsonl",
-        [json.dumps({"prompt": "p", "x": v}).replace("NaN", "1").replace("Infinity", "2") for v in values],
+        [
+            json.dumps({"prompt": "p", "x": v}).replace("NaN", "1").replace("Infinity", "2")
+            for v in values
+        ],
     )
     try:
         plan = make_plan(admission, [uri], tmp_path / "out")

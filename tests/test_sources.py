@@ -131,7 +131,9 @@ def test_a_damaged_gz_names_the_file(tmp_path: Path, name: str) -> None:
 
 COLUMNS: dict[str, pa.Array] = {
     "prompt": pa.array(["a", None, "c"]),
-    "when": pa.array([datetime(2026, 1, 2, 3, 4, 5, 6, UTC), None, None], pa.timestamp("us", "UTC")),
+    "when": pa.array(
+        [datetime(2026, 1, 2, 3, 4, 5, 6, UTC), None, None], pa.timestamp("us", "UTC")
+    ),
     "day": pa.array([date(2026, 1, 2), None, None]),
     "price": pa.array([Decimal("1.50"), None, None]),
     "raw": pa.array([b"\xff", None, b""]),

@@ -5,7 +5,9 @@ Every result is a function of its own row alone, bit by bit (see `workers.tiles`
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,6 @@ from numba import get_num_threads, set_num_threads
 from quant.architecture import Architecture
 from workers import kernels, tiles
 from workers.backend import KVCache, Linear, LinearWeights, StepBatch, TorchBackend
-
 
 # Elementary operations below which starting and joining threads costs more than it saves.
 _WORTH_A_THREAD = 100_000
@@ -27,9 +28,14 @@ class CpuBackend(TorchBackend):
         super().__init__(torch.float32)
         self._num_threads = get_num_threads()
 
-    def _share(self, num_operations: int) -> None:
-        """Use one thread for what is done before a second one would have started."""
-        set_num_threads(self._num_threads if num_operations > _WORTH_A_THREAD else 1)
+    def _run(self, num_operations: int, kernel: Callable[..., None], *arguments: Any) -> None:
+        """Call a kernel, on one thread where it is done before a second one would have started."""
+        if num_operations > _WORTH_A_THREAD:
+            kernel(*arguments)
+            return
+        set_num_threads(1)
+        kernel(*arguments)
+        set_num_threads(self._num_threads)
 
     def linear(self, weights: LinearWeights) -> Linear:
         """Prepare an int8 or bfloat16 linear over the weights where they lie."""
@@ -42,8 +48,9 @@ class CpuBackend(TorchBackend):
             def bf16_linear(x_TK: torch.Tensor) -> torch.Tensor:
                 x = _array(_pad_inputs(x_TK.bfloat16().float()))
                 out_TN = torch.empty(x_TK.shape[0], num_outputs)
-                self._share(num_outputs * x.size // 8)
-                tiles.matmul_bf16(x, bits_NK, bias_N, out_TN.numpy())
+                self._run(
+                    num_outputs * x.size // 8, tiles.matmul_bf16, x, bits_NK, bias_N, out_TN.numpy()
+                )
                 return out_TN
 
             return bf16_linear
@@ -52,11 +59,25 @@ class CpuBackend(TorchBackend):
         def int8_linear(x_TK: torch.Tensor) -> torch.Tensor:
             codes_TK = np.empty((x_TK.shape[0], padded_inputs), np.int16)
             scale_T = np.empty(x_TK.shape[0], np.float32)
-            self._share(x_TK.numel())
-            kernels.quantize_rows(_array(x_TK), weights.max_code, codes_TK, scale_T)
+            self._run(
+                x_TK.numel(),
+                kernels.quantize_rows,
+                _array(x_TK),
+                weights.max_code,
+                codes_TK,
+                scale_T,
+            )
             out_TN = torch.empty(x_TK.shape[0], num_outputs)
-            self._share(num_outputs * codes_TK.size // 16)
-            tiles.matmul_int8(codes_TK, scale_T, codes_NK, scale_N, bias_N, out_TN.numpy())
+            self._run(
+                num_outputs * codes_TK.size // 16,
+                tiles.matmul_int8,
+                codes_TK,
+                scale_T,
+                codes_NK,
+                scale_N,
+                bias_N,
+                out_TN.numpy(),
+            )
             return out_TN
 
         return int8_linear
@@ -64,23 +85,29 @@ class CpuBackend(TorchBackend):
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
         """X / rms(x) * gain over the last dimension."""
         out = torch.empty(x.shape)
-        heads = (x.shape[0], -1, x.shape[-1])
-        self._share(x.numel())
-        kernels.rms_norm(_array(x.reshape(heads)), gain.numpy(), eps, out.view(heads).numpy())
+        heads = (x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1])
+        self._run(
+            x.numel(),
+            kernels.rms_norm,
+            _array(x.reshape(heads)),
+            gain.numpy(),
+            eps,
+            out.view(heads).numpy(),
+        )
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up."""
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        self._share(4 * out.numel())
-        kernels.silu_mul(_array(gate_up), out.numpy())
+        self._run(4 * out.numel(), kernels.silu_mul, _array(gate_up), out.numpy())
         return out
 
     def rotate(self, x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Apply rotary embeddings."""
         out_THD = torch.empty(x_THD.shape)
-        self._share(x_THD.numel())
-        kernels.rotate(_array(x_THD), _array(cos), _array(sin), out_THD.numpy())
+        self._run(
+            x_THD.numel(), kernels.rotate, _array(x_THD), _array(cos), _array(sin), out_THD.numpy()
+        )
         return out_THD
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
@@ -104,9 +131,11 @@ class CpuBackend(TorchBackend):
         head_dim = q_THD.shape[2]
         q_THD = _pad_inputs(q_THD)
         out_THD = torch.empty(q_THD.shape)
-        self._share(int(batch.positions.sum()) * q_THD.shape[1] * q_THD.shape[2] // 4)
+        work = int(batch.positions.sum()) * q_THD.shape[1] * q_THD.shape[2] // 4
         stride = _coprime_stride(q_THD.shape[0] * cache.keys.shape[2])
-        kernels.attend(
+        self._run(
+            work,
+            kernels.attend,
             _array(q_THD),
             _bits(cache.keys[layer]),
             _bits(cache.values[layer]),

@@ -93,7 +93,7 @@ class Engine:
         """Yield one completion per request as they finish, pulling requests as slots come free."""
         source = iter(requests)
         while True:
-            for request in islice(source, self._limits.max_num_seqs - self.num_waiting):
+            for request in islice(source, max(0, self._limits.max_num_seqs - self.num_waiting)):
                 self.add(request)
             if not self.has_work:
                 return

@@ -73,6 +73,7 @@ def quantize_rows(x_MK, max_code, codes_MK, scale_M):  # type: ignore[no-untyped
     codes may be wider than x; the padding is set to zero.
     """
     M, K = x_MK.shape
+    limit = np.float32(max_code)
     for m in prange(M):
         largest = np.float32(0)
         finite = True
@@ -82,11 +83,11 @@ def quantize_rows(x_MK, max_code, codes_MK, scale_M):  # type: ignore[no-untyped
             largest = max(largest, value)
         if not finite:  # NaN or infinity: the scale carries it to every output of the row.
             largest = np.float32(np.nan)
-        scale = largest / np.float32(max_code) if largest != 0 else np.float32(1)
+        scale = largest / limit if largest != 0 else np.float32(1)
         scale_M[m] = scale
         for k in range(K):
             code = np.rint(x_MK[m, k] / scale) if finite else np.float32(0)
-            codes_MK[m, k] = np.int16(code)
+            codes_MK[m, k] = np.int16(min(max(code, -limit), limit))
         for k in range(K, codes_MK.shape[1]):
             codes_MK[m, k] = 0
 
@@ -207,7 +208,9 @@ def attend(q_THD, keys_RGLD, values_RGLD, rows_T, positions_T, window, factor, s
         head = (t * H + g * repeats) * D * 4
         weights_RL = np.empty((repeats, count), np.float32)
         pair = np.empty((4, 2), np.float32)
-        weights_RL[:, 0] = 0  # A lone key's weight is 1 whatever it scores, and it has no neighbour.
+        weights_RL[:, 0] = (
+            0  # A lone key's weight is 1 whatever it scores, and it has no neighbour.
+        )
         for r0 in range(0, repeats if count > 1 else 0, 4):
             num = min(4, repeats - r0)
             query = q_THD.ctypes.data + head + r0 * D * 4

@@ -89,6 +89,8 @@ class Sampler:
         """The token at `position` (of the answer), from the logits at `index` of the pass."""
         logits_V = logits.row(index)
         adjusted_V = self._adjust(logits_V)
+        if adjusted_V is not logits_V and not np.isfinite(adjusted_V.max()):
+            raise NonFiniteLogitsError("penalties or min_tokens leave no token to choose from")
         if self._params.temperature == 0:
             return logits.greedy(index) if adjusted_V is logits_V else int(adjusted_V.argmax())
         probs_V = filtered_probs(adjusted_V, self._params)

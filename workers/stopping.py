@@ -79,7 +79,6 @@ class StopChecker:
         self._stop_ids = frozenset(params.stop_token_ids)
         self._stop = params.stop
         self._min_tokens, self.max_tokens = params.min_tokens, max_tokens
-        self._longest = max(map(len, params.stop), default=0)
         self._stream = detokenizer.stream() if params.stop else None
         self._text = ""
         self._num_tokens = 0
@@ -92,26 +91,22 @@ class StopChecker:
     def check(self, token_id: int) -> End | None:
         """Take the next token; the first rule that it meets decides, the length last."""
         self._num_tokens += 1
-        tail = self._tail(token_id)
+        known = len(self._text)
+        if self._stream is not None:
+            self._text += self._stream.step(token_id)
         if self._num_tokens > self._min_tokens:
             if token_id in self._stop_ids:
                 return End("stop", token_id)
             if token_id in self._eos:
                 return End("stop")
-            if found := self._find_stop(tail):
+            if found := self._find_stop(known):
                 return found
         return End("length") if self._num_tokens >= self.max_tokens else None
 
-    def _tail(self, token_id: int) -> int:
-        """Append the token's text; where a stop string that it completes may begin."""
-        if self._stream is None:
-            return 0
-        start = max(0, len(self._text) - self._longest + 1)
-        self._text += self._stream.step(token_id)
-        return start
-
-    def _find_stop(self, start: int) -> End | None:
-        found = [(self._text.find(stop, start), stop) for stop in self._stop]
+    def _find_stop(self, known: int) -> End | None:
+        """The first stop string that the text beyond its first `known` characters completes."""
+        starts = [(stop, max(0, known - len(stop) + 1)) for stop in self._stop]
+        found = [(self._text.find(stop, start), stop) for stop, start in starts]
         hits = [(at, stop) for at, stop in found if at >= 0]
         if not hits:
             return None
