@@ -47,6 +47,6 @@ def convert_to_store(folder: Path, config: QuantConfig) -> WeightsRef:
 
 # A generator with a fixed number of returns: Ray stores each piece as it is yielded, so the task
 # never holds more than one layer beside what it is reading.
-@ray.remote(num_cpus=1, max_retries=3)
+@ray.remote(num_cpus=0.5, max_retries=3)
 def _convert_task(folder: str, config: QuantConfig):  # type: ignore[no-untyped-def]
     yield from convert(open_checkpoint(Path(folder)), config)

@@ -60,7 +60,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         except ProcessLookupError:
             break
         try:
-            process.wait(15)
+            process.wait(3)
         except subprocess.TimeoutExpired:
             continue
     process.wait(15)
@@ -93,12 +93,23 @@ print(json.dumps([info.status, info.driver_exit_code, info.message, log]))
 """
 
 
-def run(command: list[str], environment: dict[str, str], timeout: float) -> str:
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def submit(address: str, environment: dict[str, str], job: list[str]) -> str:
+    """`ray job submit`; again while the head is not quite up. Returns the submission id."""
+    deadline = time.monotonic() + 60
+    while True:
+        name = f"quasar-{time.monotonic_ns()}"
+        command = ray_command(
+            *("job", "submit", "--address", address, "--working-dir", str(ROOT)),
+            *("--submission-id", name, "--no-wait", "--", *job),
+        )
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        if result.returncode == 0:
+            return name
+        assert "No available agent" in result.stderr, result.stderr
+        assert time.monotonic() < deadline, result.stderr
+        time.sleep(1)
 
 
 def test_a_submitted_job_writes_its_parts(
@@ -110,15 +121,17 @@ def test_a_submitted_job_writes_its_parts(
     prompts.write_text("\n".join(lines), encoding="utf-8")
     wait_for_jobs(address, time.monotonic() + 60)
     given = ("--model", str(tiny_checkpoint), "--input", str(prompts), "--output", str(output))
-    job = "quasar-test"
-    submitted = ray_command(
-        *("job", "submit", "--address", address, "--working-dir", str(ROOT)),
-        *("--submission-id", job, "--no-wait", "--"),
-        *(sys.executable, "-m", "jobs", "generate", *given, "--max-tokens", "8"),
+    command = [sys.executable, "-m", "jobs", "generate", *given, "--max-tokens", "8"]
+    name = submit(address, environment, command)
+    waiter = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", STATUS, address, name, "90"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
-    run(submitted, environment, timeout=60)
-    waiter = [sys.executable, "-W", "ignore", "-c", STATUS, address, job, "90"]
-    status, code, message, log = json.loads(run(waiter, environment, 120).splitlines()[-1])
+    status, code, message, log = json.loads(waiter.stdout.splitlines()[-1])
     assert (status, code) == ("SUCCEEDED", 0), f"{message}\n{log}"
     (part,) = (output / "data").glob("*.parquet")
     rows = pq.read_table(part).to_pylist()

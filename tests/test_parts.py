@@ -192,12 +192,13 @@ def test_a_carried_column_named_like_a_renamed_one(tmp_path: Path) -> None:
     try:
         commit(tmp_path, [plan_row(0, carried=carried)])
     except InputError as error:
-        assert "input_model" in str(error)
-    else:
-        schema = pq.read_schema(part_uri(str(tmp_path), SHARD))
-        assert len(set(schema.names)) == len(schema.names)
-        (row,) = read_part(tmp_path).to_pylist()
-        assert {"theirs", "another"} <= {v for v in row.values() if isinstance(v, str)}
+        if "input_model" in str(error):
+            return  # A refusal that names the column would do as well.
+        raise
+    schema = pq.read_schema(part_uri(str(tmp_path), SHARD))
+    assert len(set(schema.names)) == len(schema.names)
+    (row,) = read_part(tmp_path).to_pylist()
+    assert {"theirs", "another"} <= {v for v in row.values() if isinstance(v, str)}
 
 
 def part_of(folder: Path, rows: list[AdmittedRow], others: list[AdmittedRow]) -> list[Any]:
@@ -240,9 +241,10 @@ def test_a_large_number_beside_fractions_elsewhere(tmp_path: Path) -> None:
     try:
         unify_carried([plan_table(mine).schema, plan_table(others).schema])
     except InputError as error:
-        assert "'x'" in str(error)
-    else:
-        assert len(part_of(tmp_path, mine, others)) == 1
+        if "'x'" in str(error):
+            return
+        raise
+    assert len(part_of(tmp_path, mine, others)) == 1
 
 
 def test_the_footer_says_where_a_part_comes_from(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The promise on a real model: SmolLM2 under W8A8 answers real prompts the same with drafts and without."""
+"""The promise on a real model: SmolLM2 under W8A8 answers the same with drafts and without."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from workers.stopping import TokenizerText
 pytestmark = pytest.mark.real_model
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.jsonl"
-NUM_PROMPTS, NUM_ALONE, MAX_TOKENS, MAX_LEN = 40, 12, 24, 320
+NUM_PROMPTS, NUM_ALONE, MAX_TOKENS, MAX_LEN = 40, 12, 24, 160
 NUM_SPEC_TOKENS = 5
 
 Answers = dict[str, Completion]
@@ -47,13 +47,10 @@ class Bench:
         self._admission = Admission(tokenizer, SamplingParams(), MAX_LEN)
 
     def requests(self, temperature: float) -> list[Request]:
-        """The first prompts of the examples that fit, all tasks among them."""
+        """The shortest 40 prompts of the examples: reading prompts is most of the time here."""
         params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
-        lines = PROMPTS.read_text(encoding="utf-8").splitlines()
-        # Every third row first, then the next ones: neighbours are of different tasks.
-        lines = [line for start in range(3) for line in lines[start::3]]
         made: list[Request] = []
-        for number, line in enumerate(lines):
+        for number, line in enumerate(PROMPTS.read_text(encoding="utf-8").splitlines()):
             columns = json.loads(line)
             columns.pop("sampling_params", None)
             row = self._admission.admit(RawRow(number, line[:20], columns), "prompts.jsonl")
@@ -62,7 +59,9 @@ class Bench:
                 plan_row["prompt_token_ids"] = row.prompt_token_ids
                 made += build_requests(plan_row, params, run_seed=0)
         assert len(made) >= NUM_PROMPTS
-        return made[:NUM_PROMPTS]
+        shortest = sorted(made, key=lambda request: len(request.prompt_token_ids))[:NUM_PROMPTS]
+        # Long and short ones are neighbours in every batch.
+        return [request for start in range(5) for request in shortest[start::5]]
 
     def answer(self, requests: Sequence[Request], proposer: str, max_num_seqs: int) -> Answers:
         """Generate with an engine of its own."""
@@ -85,29 +84,28 @@ def test_drafts_and_batches_change_no_token(bench: Bench, temperature: float) ->
     assert len(expected) == len({request.prompt_token_ids for request in requests}) == NUM_PROMPTS
     assert total(expected).num_draft_tokens == 0
     tokens = {name: completion.token_ids for name, completion in expected.items()}
-    for proposer, max_num_seqs in (("ngram", 16), ("ngram", 4), ("none", 4)):
-        answers = bench.answer(requests, proposer, max_num_seqs)
+    for max_num_seqs in (16, 4):
+        answers = bench.answer(requests, "ngram", max_num_seqs)
         assert {name: c.token_ids for name, c in answers.items()} == tokens
         assert {name: c.text for name, c in answers.items()} == {
             name: c.text for name, c in expected.items()
         }
-        check_stats(answers, proposer)
+        check_stats(answers)
     alone = bench.answer(requests[:NUM_ALONE], "ngram", 1)
-    assert {n: c.token_ids for n, c in alone.items()} == {n: tokens[n] for n in alone}
     assert len(alone) == NUM_ALONE
+    assert {name: c.token_ids for name, c in alone.items()} == {
+        name: tokens[name] for name in alone
+    }
 
 
 def total(answers: Answers) -> AcceptanceStats:
     return sum((c.stats for c in answers.values()), AcceptanceStats())
 
 
-def check_stats(answers: Answers, proposer: str) -> None:
+def check_stats(answers: Answers) -> None:
     """Some drafts are right and some wrong, or the comparison says nothing; and the sums hold."""
     stats = total(answers)
-    if proposer == "none":
-        assert stats.num_draft_tokens == 0
-    else:
-        assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
     for name, completion in answers.items():
         counted = completion.stats.num_steps + completion.stats.num_accepted_draft_tokens
         assert 0 <= counted - len(completion.token_ids) <= NUM_SPEC_TOKENS, name

@@ -180,9 +180,10 @@ def test_a_time_that_python_cannot_hold(tmp_path: Path) -> None:
     try:
         rows = list(read_rows(str(path)))
     except InputError as error:
-        assert str(path) in str(error)
-    else:
-        assert len(rows) == 2
+        if str(path) in str(error):
+            return
+        raise
+    assert len(rows) == 2
 
 
 @pytest.mark.parametrize(
