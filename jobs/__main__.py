@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _command(arguments[0])(arguments[1:])
     except (InputError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

@@ -71,13 +71,24 @@ def parse_run(arguments: Sequence[str]) -> RunConfig:
         InputError: an unknown key, a value out of range, an unreadable file.
         SystemExit: --help was asked for.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
-    known, rest = first.parse_known_args(list(arguments))
-    values = _read_config(known.config) if known.config else {}
+    # Taken verbatim: the settings parser would split a value at its commas.
+    first.add_argument("--input", nargs="*", action="extend")
+    first.add_argument("--sampling.stop", action="append", dest="stop")
     try:
-        source = CliSettingsSource[Any](_Settings, cli_parse_args=_spell_out(rest))
-        settings = _Settings(**_merge(values, source()))
+        known, rest = first.parse_known_args(_split_inputs(arguments))
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from error
+    verbatim: dict[str, Any] = {"input": known.input} if known.input else {}
+    if known.stop:
+        verbatim["sampling"] = {"stop": [stop for given in known.stop for stop in _stops(given)]}
+    values = _read_config(known.config) if known.config else {}
+    # The parser takes a one-letter name for a short flag.
+    rest = ["--sampling.n" + a[3:] if a == "--n" or a.startswith("--n=") else a for a in rest]
+    try:
+        source = CliSettingsSource[Any](_Settings, cli_parse_args=rest)
+        settings = _Settings(**_merge(_merge(values, source()), verbatim))
     except ValidationError as error:
         raise InputError(describe(error)) from error
     except SettingsError as error:
@@ -95,7 +106,35 @@ def _read_config(uri: str) -> dict[str, Any]:
         raise InputError(f"{uri}: not valid YAML ({error})") from error
     if not isinstance(values, dict):
         raise InputError(f"{uri}: expected a mapping of keys")
+    _check_keys(values, uri)
     return values
+
+
+def _check_keys(values: dict[Any, Any], uri: str, prefix: str = "") -> None:
+    """YAML allows keys that no configuration has, such as numbers."""
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise InputError(f"{uri}: unknown key {prefix}{key!r}")
+        if isinstance(value, dict):
+            _check_keys(value, uri, f"{prefix}{key}.")
+
+
+def _split_inputs(arguments: Sequence[str]) -> list[str]:
+    """Let `--input=A B` name two files, as `--input A B` does."""
+    split: list[str] = []
+    for argument in arguments:
+        is_input = argument.startswith("--input=")
+        split += ["--input", argument.removeprefix("--input=")] if is_input else [argument]
+    return split
+
+
+def _stops(given: str) -> list[Any]:
+    """A JSON list of stop strings, or one stop string as it stands."""
+    try:
+        values = json.loads(given) if given.startswith("[") else None
+    except ValueError:
+        values = None
+    return values if isinstance(values, list) else [given]
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -107,26 +146,6 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
             _merge(under, value) if isinstance(value, dict) and isinstance(under, dict) else value
         )
     return merged
-
-
-def _spell_out(arguments: Sequence[str]) -> list[str]:
-    """Rewrite `--input A B` as one JSON list: the parser takes one value a flag."""
-    spelled: list[str] = []
-    inputs: list[str] | None = None
-    gathered: list[str] = []
-    for argument in arguments:
-        if argument == "--input" or argument.startswith("--input="):
-            inputs = gathered
-            if "=" in argument:
-                gathered.append(argument.partition("=")[2])
-        elif argument.startswith("--") or inputs is None:
-            inputs = None
-            spelled.append(argument)
-        else:
-            gathered.append(argument)
-    # The parser takes a one-letter name for a short flag.
-    spelled = ["--sampling.n" + a[3:] if a == "--n" or a.startswith("--n=") else a for a in spelled]
-    return [*spelled, "--input", json.dumps(gathered)] if gathered else spelled
 
 
 def _explain(message: str) -> str:

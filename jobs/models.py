@@ -71,6 +71,7 @@ def _download(scratch: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
 

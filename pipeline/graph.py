@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import ray
 from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
 
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.config import RunConfig
+from pipeline.errors import InputError
 from pipeline.parts import (
     PartReport,
     Provenance,
@@ -36,6 +38,7 @@ from pipeline.plan import (
 )
 from pipeline.requests import build_requests
 from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json, schema_to_json
+from quant.errors import CheckpointError
 from quant.store import WeightsRef
 from workers.actor import Worker, WorkerSettings, build_engine, worker_environment
 from workers.config import SamplingParams
@@ -68,9 +71,12 @@ def write_plan(config: RunConfig, checkpoint: Path, max_model_len: int) -> Plan:
         compute=ActorPoolStrategy(min_size=1, max_size=min(len(groups), 8)),
         num_cpus=0.5,
     )
-    shards = []
-    for row in written.iter_rows():
-        shards.append((Shard(**row["shard"]), schema_from_json(row["schema"])))
+    try:
+        shards = [
+            (Shard(**row["shard"]), schema_from_json(row["schema"])) for row in written.iter_rows()
+        ]
+    except RayError as error:
+        raise _cause(error) from error
     plan = assemble(shards, config.output)
     plan.save(config.output)
     return plan
@@ -101,9 +107,12 @@ def run_shards(
         num_cpus=threads - 0.5,
         runtime_env={"env_vars": worker_environment(threads)},
     )
-    for row in committed.iter_rows():
-        stats = AcceptanceStats(**row["report"].pop("stats"))
-        yield PartReport(**row["report"], stats=stats)
+    try:
+        for row in committed.iter_rows():
+            stats = AcceptanceStats(**row["report"].pop("stats"))
+            yield PartReport(**row["report"], stats=stats)
+    except RayError as error:
+        raise _cause(error) from error
 
 
 class _PlanWriter:
@@ -179,6 +188,14 @@ class _ShardActor:
             "device": self._worker.device,
             "num_spec_tokens": 0 if engine.proposer == "none" else engine.num_speculative_tokens,
         }
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the user has to mend, if that is at the bottom of Ray's error; else the error itself."""
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, InputError | CheckpointError):
+        at = getattr(at, "cause", None) or at.__cause__
+    return at or error
 
 
 def _quiet() -> None:

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from pipeline import storage
 from pipeline.admission import Admission, AdmittedRow
 from pipeline.errors import InputError
 from pipeline.schema import plan_table, schema_from_json, schema_to_json, unify_carried
-from pipeline.sources import read_rows
+from pipeline.sources import column_types, read_rows
 
 _FIRST_SHARD_ROWS = 16
 
@@ -111,8 +112,9 @@ def write_shards(
     left = group.limit
     for index, uri, name in group.sources:
         rows = (admission.admit(raw, name) for raw in islice(read_rows(uri), left))
+        types = column_types(uri)
         for number, chunk in enumerate(_chunks(rows, rows_per_shard)):
-            table = plan_table(chunk)
+            table = plan_table(chunk, types)
             shard = _describe(f"{index:05d}-{number:05d}", chunk)
             storage.write_atomic(_shard_file(output, shard.name), to_parquet(table))
             left = None if left is None else left - len(chunk)
@@ -122,9 +124,10 @@ def write_shards(
 def assemble(written: Iterable[tuple[Shard, pa.Schema]], output: str) -> Plan:
     """The plan of all written shards, checked: there are rows, and no id occurs twice."""
     ordered = sorted(written, key=lambda item: item[0].name)
-    plan = Plan(
-        tuple(shard for shard, _ in ordered), unify_carried(schema for _, schema in ordered)
+    carried = unify_carried(
+        (schema, partial(_read_column, output, shard.name)) for shard, schema in ordered
     )
+    plan = Plan(tuple(shard for shard, _ in ordered), carried)
     if plan.num_rows == 0:
         raise InputError("the input holds no rows")
     _check_ids(plan, output)
@@ -144,6 +147,10 @@ def to_parquet(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
+
+
+def _read_column(output: str, shard: str, name: str) -> pa.ChunkedArray:
+    return read_shard(output, shard).column(name)
 
 
 def _chunks(rows: Iterator[AdmittedRow], rows_per_shard: int) -> Iterator[list[AdmittedRow]]:

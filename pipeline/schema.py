@@ -1,7 +1,7 @@
 """The columns of plan shards and of the output: always the same, whatever happened to the rows."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -70,15 +70,19 @@ OUTPUT_SCHEMA = pa.schema(
 )
 
 
-def plan_table(rows: Sequence[AdmittedRow]) -> pa.Table:
-    """The table of one prompt shard; carried columns keep the types their values have."""
+def plan_table(rows: Sequence[AdmittedRow], types: Mapping[str, pa.DataType]) -> pa.Table:
+    """The table of one prompt shard.
+
+    Carried columns have the types their file declares, or those of their values. Parquet has no
+    empty object: `{}` is carried as null.
+    """
     columns = {name: [getattr(row, name) for row in rows] for name in PLAN_SCHEMA.names}
     table = pa.table(columns, schema=PLAN_SCHEMA)
     names = dict.fromkeys(name for row in rows for name in row.carried)
     for name in names:
-        values = [row.carried.get(name) for row in rows]
+        values = [_without_empty_objects(row.carried.get(name)) for row in rows]
         try:
-            array = pa.array(values)
+            array = pa.array(values, type=types.get(name))
         except (pa.ArrowException, OverflowError) as error:
             raise InputError(
                 f"{rows[0].source}: column {name!r} cannot be carried through: its values do not "
@@ -88,24 +92,54 @@ def plan_table(rows: Sequence[AdmittedRow]) -> pa.Table:
     return table
 
 
-def unify_carried(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """One schema for the carried columns of all shards; raises InputError naming a conflict."""
+def _without_empty_objects(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_empty_objects(v) for key, v in value.items()} or None
+    if isinstance(value, list):
+        return [_without_empty_objects(v) for v in value]
+    return value
+
+
+def unify_carried(tables: Iterable[tuple[pa.Schema, Callable[[str], pa.Array]]]) -> pa.Schema:
+    """One schema for the carried columns of all shards.
+
+    Takes each shard's schema and a way to read one of its columns, which is used only where a type
+    must be widened: every value has to survive that.
+
+    Raises:
+        InputError: a column whose types or values do not go together, by name.
+    """
+    shards = list(tables)
     carried: dict[str, pa.DataType] = {}
-    for schema in schemas:
+    for schema, _ in shards:
         for field in schema:
-            if not field.name.startswith(CARRIED):
-                continue
-            name, known = field.name, carried.get(field.name, field.type)
+            if field.name.startswith(CARRIED):
+                carried[field.name] = _widen(field, carried.get(field.name, field.type))
+    for schema, read_column in shards:
+        for name in [
+            n for n in schema.names if n in carried and schema.field(n).type != carried[n]
+        ]:
             try:
-                both = [pa.schema([(name, known)]), pa.schema([(name, field.type)])]
-                unified = pa.unify_schemas(both, promote_options="permissive")
+                read_column(name).cast(carried[name])
             except pa.ArrowException as error:
                 raise InputError(
-                    f"column {name.removeprefix(CARRIED)!r} is {known} in one place of the input "
-                    f"and {field.type} in another"
+                    f"column {name.removeprefix(CARRIED)!r} is {carried[name]} in one place of the "
+                    f"input, and elsewhere holds what does not fit that ({error})"
                 ) from error
-            carried[name] = unified.field(name).type
-    return pa.schema(list(carried.items()))
+    unified = pa.schema(list(carried.items()))
+    output_schema(unified)
+    return unified
+
+
+def _widen(field: pa.Field, known: pa.DataType) -> pa.DataType:
+    try:
+        both = [pa.schema([(field.name, known)]), pa.schema([field])]
+        return pa.unify_schemas(both, promote_options="permissive").field(0).type
+    except pa.ArrowException as error:
+        raise InputError(
+            f"column {field.name.removeprefix(CARRIED)!r} is {known} in one place of the input and "
+            f"{field.type} in another"
+        ) from error
 
 
 def output_schema(carried: pa.Schema) -> pa.Schema:
@@ -115,6 +149,12 @@ def output_schema(carried: pa.Schema) -> pa.Schema:
         # A column that is null in every row has no type of its own.
         kind = pa.string() if pa.types.is_null(field.type) else field.type
         fields.append(pa.field(output_name(field.name), kind))
+    names = [field.name for field in fields]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(
+            f"column {twice[0]!r} would be there twice in the output, as the input has both "
+            f"{twice[0].removeprefix('input_')!r} and {twice[0]!r}; rename one"
+        )
     return pa.schema(fields)
 
 

@@ -1,6 +1,8 @@
 """Prompt files to raw rows. A line that is no row is a refusal, not the end of the file."""
 
+import codecs
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,21 +50,33 @@ def read_rows(uri: str) -> Iterator[RawRow]:
     return _read_parquet(uri) if uri.endswith(_PARQUET) else _read_jsonl(uri)
 
 
+def column_types(uri: str) -> dict[str, pa.DataType]:
+    """The types a file declares for its columns; none for JSONL."""
+    if not uri.endswith(_PARQUET):
+        return {}
+    try:
+        with storage.open_read(uri) as file:
+            return {field.name: field.type for field in pq.read_schema(file)}
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{uri}: cannot be read as Parquet ({error})") from error
+
+
 def _read_jsonl(uri: str) -> Iterator[RawRow]:
     row = 0
     try:
         with storage.open_read(uri) as file:
             for number, line in enumerate(file, start=1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield _parse_line(line, row, f"{uri}: line {number}")
                     row += 1
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{uri}: damaged after row {row} ({error})") from error
 
 
 def _parse_line(line: bytes, row: int, where: str) -> RawRow:
     try:
-        columns = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        columns = json.loads(line.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         return RawRow(
             row, where, None, f"{where}: not UTF-8 ({error.reason} at byte {error.start})"
@@ -99,5 +113,5 @@ def _read_parquet(uri: str) -> Iterator[RawRow]:
                 for columns in batch.to_pylist():
                     yield RawRow(row, f"{uri}: row {row}", columns)
                     row += 1
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{uri}: not a readable Parquet file ({error})") from error
+    except (OSError, pa.ArrowException, OverflowError, ValueError) as error:
+        raise InputError(f"{uri}: cannot be read as Parquet at row {row} ({error})") from error

@@ -30,7 +30,7 @@ DOORS = {
         "jobs",
     },
     "pydantic_settings": {"jobs"},
-    "numba": {"workers/tiles.py", "workers/kernels.py", "workers/actor.py"},
+    "numba": {"workers/tiles.py", "workers/kernels.py", "workers/cpu.py", "workers/actor.py"},
     "llvmlite": {"workers/tiles.py", "workers/kernels.py", "workers/actor.py"},
     "safetensors": {"quant/checkpoint.py"},
     "rich": {"jobs"},

@@ -60,7 +60,7 @@ def completions_of(row: dict[str, Any], **fields: Any) -> list[Completion]:
 
 def commit(folder: Path, rows: list[AdmittedRow], **fields: Any) -> PartReport:
     """Answer the admitted rows of a shard and commit it, as an actor does."""
-    table = plan_table(rows)
+    table = plan_table(rows, {})
     entries: list[tuple[int, dict[str, Any]]] = []
     for index, row in enumerate(table.to_pylist()):
         if row["error"] is not None:
@@ -68,7 +68,7 @@ def commit(folder: Path, rows: list[AdmittedRow], **fields: Any) -> PartReport:
         else:
             for completion in completions_of(row, **fields):
                 entries.append((index, answer_row(completion, row, COMMON)))
-    schema = output_schema(unify_carried([table.schema]))
+    schema = output_schema(unify_carried([(table.schema, table.column)]))
     return commit_part(str(folder), SHARD, entries, table, schema, PROVENANCE)
 
 
@@ -203,8 +203,8 @@ def test_a_carried_column_named_like_a_renamed_one(tmp_path: Path) -> None:
 
 def part_of(folder: Path, rows: list[AdmittedRow], others: list[AdmittedRow]) -> list[Any]:
     """Carried column x of a part whose schema is unified with that of another shard."""
-    table, other = plan_table(rows), plan_table(others)
-    schema = output_schema(unify_carried([table.schema, other.schema]))
+    table, other = plan_table(rows, {}), plan_table(others, {})
+    schema = output_schema(unify_carried([(t.schema, t.column) for t in (table, other)]))
     entries = [(i, refused_row(row, COMMON)) for i, row in enumerate(table.to_pylist())]
     commit_part(str(folder), SHARD, entries, table, schema, PROVENANCE)
     values: list[Any] = read_part(folder).column("x").to_pylist()
@@ -239,7 +239,8 @@ def test_a_large_number_beside_fractions_elsewhere(tmp_path: Path) -> None:
     """2**60 + 1 is no double. Whatever is done about it is done before a shard is generated."""
     mine, others = [refused(0, carried={"x": 2**60 + 1})], [refused(0, carried={"x": 0.5})]
     try:
-        unify_carried([plan_table(mine).schema, plan_table(others).schema])
+        tables = plan_table(mine, {}), plan_table(others, {})
+        unify_carried([(t.schema, t.column) for t in tables])
     except InputError as error:
         if "'x'" in str(error):
             return

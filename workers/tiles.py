@@ -13,6 +13,7 @@ Legend: M tokens, N outputs, K inputs (padded to a multiple of TILE_K).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
@@ -29,22 +30,44 @@ _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.Flo
 _Value = Any  # llvmlite is untyped.
 
 
-def _int8_tile(b: ir.IRBuilder, x: list[_Value], w: list[_Value]) -> list[list[_Value]]:
-    """Products of int16 codes with int8 weights, neighbours added: LLVM knows it as pmaddwd."""
+_Addresses = Callable[[int], list[_Value]]  # Of each row's items, so many items further on.
+_Sums = list[list[_Value]]  # A vector of partial sums for each (token, output) of the tile.
+
+
+def _int8_step(b: ir.IRBuilder, x: _Addresses, w: _Addresses, sums: _Sums) -> _Sums:
+    """Add products of int16 codes with int8 weights, in pairs: LLVM knows it as pmaddwd."""
     wide = ir.VectorType(_I32, TILE_K)
     half = ir.VectorType(_I32, TILE_K // 2)
     even = ir.Constant(half, list(range(0, TILE_K, 2)))
     odd = ir.Constant(half, list(range(1, TILE_K, 2)))
 
-    def add_pairs(product: _Value) -> _Value:
-        return b.add(
-            b.shuffle_vector(product, product, even), b.shuffle_vector(product, product, odd)
-        )
+    def add_pairs(total: _Value, product: _Value) -> _Value:
+        left, right = (b.shuffle_vector(product, product, lanes) for lanes in (even, odd))
+        return b.add(total, b.add(left, right))
 
-    x_wide = [b.sext(v, wide) for v in _load(b, x, ir.VectorType(_I16, TILE_K))]
-    w_16 = [b.sext(v, ir.VectorType(_I16, TILE_K)) for v in _load(b, w, ir.VectorType(_I8, TILE_K))]
+    x_wide = [b.sext(v, wide) for v in _load(b, x(0), ir.VectorType(_I16, TILE_K))]
+    w_16 = [
+        b.sext(v, ir.VectorType(_I16, TILE_K)) for v in _load(b, w(0), ir.VectorType(_I8, TILE_K))
+    ]
     w_wide = [b.sext(v, wide) for v in w_16]
-    return [[add_pairs(b.mul(x_m, w_n)) for w_n in w_wide] for x_m in x_wide]
+    return [
+        [add_pairs(total, b.mul(x_m, w_n)) for total, w_n in zip(row, w_wide, strict=True)]
+        for row, x_m in zip(sums, x_wide, strict=True)
+    ]
+
+
+def _bf16_step(b: ir.IRBuilder, x: _Addresses, w: _Addresses, sums: _Sums) -> _Sums:
+    """Add products of float32 with bfloat16, each rounded once with its sum."""
+    lanes = TILE_K // 2
+    for offset in (0, lanes):
+        x_lanes = _load(b, x(offset), ir.VectorType(_F32, lanes))
+        bits = _load(b, w(offset), ir.VectorType(_I16, lanes))
+        w_lanes = [_widen_bf16(b, v, lanes) for v in bits]
+        sums = [
+            [_fma(b, x_m, w_n, total) for total, w_n in zip(row, w_lanes, strict=True)]
+            for row, x_m in zip(sums, x_lanes, strict=True)
+        ]
+    return sums
 
 
 def _load(b: ir.IRBuilder, addresses: list[_Value], vector: ir.VectorType) -> list[_Value]:
@@ -103,26 +126,15 @@ def _tile_intrinsic(num_m: int, num_n: int, *, floating: bool) -> Any:
         k.add_incoming(_index(0), entry)
         sums = [[b.phi(accumulator) for _ in range(num_n)] for _ in range(num_m)]
 
-        def addresses(base: _Value, count: int, size: int, offset: int = 0) -> list[_Value]:
+        def addresses(base: _Value, count: int, size: int, offset: int) -> list[_Value]:
             at = b.add(k, _index(offset))
             rows = [b.add(b.mul(size_k, _index(i)), at) for i in range(count)]
             return [b.add(base, b.mul(row, _index(size))) for row in rows]
 
-        if floating:
-            new = sums
-            for offset in (0, lanes):
-                x_vectors = _load(
-                    b, addresses(x, num_m, x_size, offset), ir.VectorType(_F32, lanes)
-                )
-                bits = _load(b, addresses(w, num_n, w_size, offset), ir.VectorType(_I16, lanes))
-                w_vectors = [_widen_bf16(b, v, lanes) for v in bits]
-                new = [
-                    [_fma(b, x_vectors[m], w_vectors[n], new[m][n]) for n in range(num_n)]
-                    for m in range(num_m)
-                ]
-        else:
-            products = _int8_tile(b, addresses(x, num_m, x_size), addresses(w, num_n, w_size))
-            new = [[b.add(sums[m][n], products[m][n]) for n in range(num_n)] for m in range(num_m)]
+        step = _bf16_step if floating else _int8_step
+        new = step(
+            b, partial(addresses, x, num_m, x_size), partial(addresses, w, num_n, w_size), sums
+        )
         next_k = b.add(k, _index(TILE_K))
         k.add_incoming(next_k, loop)
         for m in range(num_m):
