@@ -13,6 +13,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 
+# As in a worker's environment: threads that spin would starve the tests' other processes.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

@@ -44,21 +44,23 @@ class WorkerSettings:
 
 def worker_environment(num_threads: int) -> dict[str, str]:
     """The environment variables a worker's process must be started with."""
-    threads = str(num_threads)
     return {
         **_ALLOCATOR,
-        "OMP_NUM_THREADS": threads,
-        "NUMBA_NUM_THREADS": threads,
+        # numba's kernels use the threads. torch shares their OpenMP runtime, which stops spinning
+        # (150 sleeps a step) once a second pool makes more threads than there are cores.
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": str(num_threads),
         # Threads that wait for the next kernel give the core up soon: on a shared machine, endless
         # spinning slows a step fivefold.
-        "GOMP_SPINCOUNT": "5000",
+        "GOMP_SPINCOUNT": "20000",
     }
 
 
 def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
     """Attach to the weights and build the engine around them."""
     config = settings.engine
-    torch.set_num_threads(settings.num_threads)
+    reference = settings.quant.precision in ("float32", "float64")
+    torch.set_num_threads(settings.num_threads if reference else 1)
     set_num_threads(min(settings.num_threads, get_num_threads()))
     model = TargetModel(
         weights.architecture,
