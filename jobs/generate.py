@@ -68,6 +68,7 @@ def _run(config: RunConfig, model: _Model, started: float) -> None:
     _say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
     first_part_after = None
     if pending:
+        weights.wait()
         settings = _settings(config, model, plan, weights)
         for report in run_shards(pending, weights, settings, config):
             total, fresh = total.add(report), fresh.add(report)

@@ -5,6 +5,7 @@ file.
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, DataContext
-from ray.exceptions import RayError
 
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.config import RunConfig
@@ -38,7 +39,6 @@ from pipeline.plan import (
 )
 from pipeline.requests import build_requests
 from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json, schema_to_json
-from quant.errors import CheckpointError
 from quant.store import WeightsRef
 from workers.actor import Worker, WorkerSettings, build_engine, worker_environment
 from workers.config import SamplingParams
@@ -71,12 +71,11 @@ def write_plan(config: RunConfig, checkpoint: Path, max_model_len: int) -> Plan:
         compute=ActorPoolStrategy(min_size=1, max_size=min(len(groups), 8)),
         num_cpus=0.5,
     )
-    try:
-        shards = [
-            (Shard(**row["shard"]), schema_from_json(row["schema"])) for row in written.iter_rows()
-        ]
-    except RayError as error:
-        raise _cause(error) from error
+    shards = []
+    for row in written.iter_rows():
+        if row["error"]:
+            raise InputError(row["error"])
+        shards.append((Shard(**json.loads(row["shard"])), schema_from_json(row["schema"])))
     plan = assemble(shards, config.output)
     plan.save(config.output)
     return plan
@@ -107,12 +106,9 @@ def run_shards(
         num_cpus=threads - 0.5,
         runtime_env={"env_vars": worker_environment(threads)},
     )
-    try:
-        for row in committed.iter_rows():
-            stats = AcceptanceStats(**row["report"].pop("stats"))
-            yield PartReport(**row["report"], stats=stats)
-    except RayError as error:
-        raise _cause(error) from error
+    for row in committed.iter_rows():
+        stats = AcceptanceStats(**row["report"].pop("stats"))
+        yield PartReport(**row["report"], stats=stats)
 
 
 class _PlanWriter:
@@ -123,19 +119,23 @@ class _PlanWriter:
         tokenizer = load_tokenizer(checkpoint)
         self._admission = Admission(tokenizer, config.sampling, max_model_len)
 
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[Any]]:
-        shards, schemas = [], []
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
+        """Write a group's shards; an unreadable source is a value, as Ray would bury its error."""
+        columns: dict[str, list[str]] = {"shard": [], "schema": [], "error": []}
         for group in batch["group"]:
-            written = write_shards(
-                SourceGroup.from_json(group),
-                self._admission,
-                self._config.output,
-                self._config.data.rows_per_shard,
-            )
-            for shard, schema in written:
-                shards.append(asdict(shard))
-                schemas.append(schema_to_json(schema))
-        return {"shard": shards, "schema": schemas}
+            try:
+                for shard, schema in self._write(SourceGroup.from_json(group)):
+                    columns["shard"].append(json.dumps(asdict(shard)))
+                    columns["schema"].append(schema_to_json(schema))
+                    columns["error"].append("")
+            except InputError as error:
+                for name, value in (("shard", ""), ("schema", ""), ("error", str(error))):
+                    columns[name].append(value)
+        return columns
+
+    def _write(self, group: SourceGroup) -> Iterator[tuple[Shard, pa.Schema]]:
+        data = self._config.data
+        return write_shards(group, self._admission, self._config.output, data.rows_per_shard)
 
 
 class _ShardActor:
@@ -188,14 +188,6 @@ class _ShardActor:
             "device": self._worker.device,
             "num_spec_tokens": 0 if engine.proposer == "none" else engine.num_speculative_tokens,
         }
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What the user has to mend, if that is at the bottom of Ray's error; else the error itself."""
-    at: BaseException | None = error
-    while at is not None and not isinstance(at, InputError | CheckpointError):
-        at = getattr(at, "cause", None) or at.__cause__
-    return at or error
 
 
 def _quiet() -> None:

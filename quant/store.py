@@ -7,13 +7,16 @@ process of a node reads the same shared memory.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import ray
+from ray.exceptions import RayTaskError
 
 from quant.architecture import Architecture
 from quant.checkpoint import open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import Piece, convert, num_pieces, weights_digest
+from quant.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,16 @@ class WeightsRef:
     architecture: Architecture
     digest: str
     pieces: tuple["ray.ObjectRef[Piece]", ...]
+    done: "ray.ObjectRef[bool]"
+
+    def wait(self) -> None:
+        """Wait for the conversion; raises CheckpointError if it found the weights unusable."""
+        try:
+            ray.get(self.done)
+        except RayTaskError as error:
+            if isinstance(error.cause, CheckpointError):
+                raise error.cause from error
+            raise
 
     def attach(self) -> list[Piece]:
         """Read-only views of the pieces in shared memory; waits for the conversion to end."""
@@ -40,9 +53,11 @@ def convert_to_store(folder: Path, config: QuantConfig) -> WeightsRef:
         CheckpointError: the checkpoint cannot be read or run, found before anything is submitted.
     """
     checkpoint = open_checkpoint(folder)
-    task = _convert_task.options(num_returns=num_pieces(checkpoint), name="convert")
-    refs: list[ray.ObjectRef[Piece]] = task.remote(str(folder), config)  # type: ignore[assignment]
-    return WeightsRef(checkpoint.architecture, weights_digest(checkpoint, config), tuple(refs))
+    task = _convert_task.options(num_returns=num_pieces(checkpoint) + 1, name="convert")
+    refs = cast("list[ray.ObjectRef[Any]]", task.remote(str(folder), config))
+    *pieces, done = refs
+    digest = weights_digest(checkpoint, config)
+    return WeightsRef(checkpoint.architecture, digest, tuple(pieces), done)
 
 
 # A generator with a fixed number of returns: Ray stores each piece as it is yielded, so the task
@@ -50,3 +65,4 @@ def convert_to_store(folder: Path, config: QuantConfig) -> WeightsRef:
 @ray.remote(num_cpus=0.5, max_retries=3)
 def _convert_task(folder: str, config: QuantConfig):  # type: ignore[no-untyped-def]
     yield from convert(open_checkpoint(Path(folder)), config)
+    yield True

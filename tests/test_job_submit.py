@@ -95,7 +95,7 @@ print(json.dumps([info.status, info.driver_exit_code, info.message, log]))
 
 def submit(address: str, environment: dict[str, str], job: list[str]) -> str:
     """`ray job submit`; again while the head is not quite up. Returns the submission id."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         name = f"quasar-{time.monotonic_ns()}"
         command = ray_command(
