@@ -48,8 +48,8 @@ def show(output: Path) -> None:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="SmolLM2-135M-Instruct, W8A8, drafts verified by the quantized model")
-    table.add_column("task")
-    for name in ("samples", "errors", "tokens", "steps", "tokens/step", "acceptance", "length"):
+    table.add_column("task", no_wrap=True)
+    for name in ("samples", "errors", "tokens", "steps", "tok/step", "accept", "length"):
         table.add_column(name, justify="right")
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     for task in tasks:
