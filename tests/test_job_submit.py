@@ -112,6 +112,7 @@ def submit(address: str, environment: dict[str, str], job: list[str]) -> str:
         time.sleep(1)
 
 
+@pytest.mark.timeout(420)
 def test_a_submitted_job_writes_its_parts(
     head: tuple[str, dict[str, str]], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
