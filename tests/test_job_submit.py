@@ -41,6 +41,9 @@ def head() -> Iterator[tuple[str, dict[str, str]]]:
             *("start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}"),
             *("--dashboard-host=127.0.0.1", "--num-cpus=2", f"--temp-dir={folder}"),
             *("--object-store-memory=200000000", "--disable-usage-stats"),
+            # The job agent listens on a fixed port unless told otherwise: another Ray may have it.
+            f"--dashboard-agent-listen-port={free_port()}",
+            f"--dashboard-agent-grpc-port={free_port()}",
         )
         with open(Path(folder) / "head.log", "wb") as log:
             process = subprocess.Popen(
