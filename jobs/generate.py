@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,16 +25,14 @@ from pipeline.plan import Plan
 from pipeline.schema import schema_to_json
 from pipeline.sources import check_source
 from pipeline.summary import Summary, write_summary
-from quant.architecture import Architecture
-from quant.checkpoint import find_checkpoint, open_checkpoint
+from quant.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from quant.store import WeightsRef, convert_to_store
 from workers.actor import WorkerSettings
 
 
 @dataclass(frozen=True)
 class _Model:
-    folder: Path
-    architecture: Architecture
+    checkpoint: Checkpoint
     tokenizer_json: str
 
 
@@ -57,9 +54,9 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def _run(config: RunConfig, model: _Model, started: float) -> None:
-    weights = convert_to_store(model.folder, config.quant)
-    limit = config.engine.max_model_len or model.architecture.max_position_embeddings
-    plan = Plan.load(config.output) or write_plan(config, model.folder, limit)
+    weights = convert_to_store(model.checkpoint, config.quant)
+    limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
+    plan = Plan.load(config.output) or write_plan(config, model.checkpoint.folder, limit)
     names = [shard.name for shard in plan.shards]
     pending = pending_shards(config.output, names)
     total, fresh = Summary(), Summary()
@@ -133,10 +130,9 @@ def _check_output(config: RunConfig) -> None:
 
 
 def _open_model(config: RunConfig) -> _Model:
-    folder = find_checkpoint(config.model).resolve()
-    architecture = open_checkpoint(folder).architecture
-    tokenizer = load_tokenizer(folder)
-    return _Model(folder, architecture, tokenizer.backend_tokenizer.to_str())
+    checkpoint = open_checkpoint(find_checkpoint(config.model).resolve())
+    tokenizer = load_tokenizer(checkpoint.folder)
+    return _Model(checkpoint, tokenizer.backend_tokenizer.to_str())
 
 
 def _start_ray() -> None:

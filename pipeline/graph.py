@@ -181,12 +181,11 @@ class _ShardActor:
         )
 
     def _common_columns(self, attempt: int) -> dict[str, Any]:
-        engine = self._settings.worker.engine
         return {
             "attempt": attempt,
             "model": self._settings.provenance.model,
             "device": self._worker.device,
-            "num_spec_tokens": 0 if engine.proposer == "none" else engine.num_speculative_tokens,
+            "num_spec_tokens": self._settings.worker.engine.num_spec_tokens,
         }
 
 

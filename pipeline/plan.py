@@ -134,12 +134,12 @@ def assemble(written: Iterable[tuple[Shard, pa.Schema]], output: str) -> Plan:
     return plan
 
 
-def read_shard(output: str, name: str) -> pa.Table:
-    """A prompt shard's rows."""
+def read_shard(output: str, name: str, columns: list[str] | None = None) -> pa.Table:
+    """A prompt shard's rows, in all columns or in those named."""
     content = storage.read_bytes(_shard_file(output, name))
     if content is None:
         raise InputError(f"{_shard_file(output, name)}: missing, though the plan names it")
-    return pq.read_table(io.BytesIO(content))
+    return pq.read_table(io.BytesIO(content), columns=columns)
 
 
 def to_parquet(table: pa.Table) -> bytes:
@@ -150,7 +150,7 @@ def to_parquet(table: pa.Table) -> bytes:
 
 
 def _read_column(output: str, shard: str, name: str) -> pa.ChunkedArray:
-    return read_shard(output, shard).column(name)
+    return read_shard(output, shard, [name]).column(name)
 
 
 def _chunks(rows: Iterator[AdmittedRow], rows_per_shard: int) -> Iterator[list[AdmittedRow]]:
@@ -180,7 +180,7 @@ def _check_ids(plan: Plan, output: str) -> None:
         return
     seen: dict[str, str] = {}
     for shard in plan.shards:
-        table = read_shard(output, shard.name).select(["id", "source", "row"])
+        table = read_shard(output, shard.name, ["id", "source", "row"])
         for row in table.to_pylist():
             if hash(row["id"]) not in suspects:
                 continue
@@ -191,7 +191,7 @@ def _check_ids(plan: Plan, output: str) -> None:
 
 
 def _ids(output: str, shard: Shard) -> list[str]:
-    ids: list[str] = read_shard(output, shard.name).column("id").to_pylist()
+    ids: list[str] = read_shard(output, shard.name, ["id"]).column("id").to_pylist()
     return ids
 
 

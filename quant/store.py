@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from quant.architecture import Architecture
-from quant.checkpoint import open_checkpoint
+from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import Piece, convert, num_pieces, weights_digest
 from quant.errors import CheckpointError
@@ -46,15 +46,10 @@ class WeightsRef:
         return ray.get(list(self.pieces))
 
 
-def convert_to_store(folder: Path, config: QuantConfig) -> WeightsRef:
-    """Submit the one conversion task; returns at once with references to its pieces.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read or run, found before anything is submitted.
-    """
-    checkpoint = open_checkpoint(folder)
+def convert_to_store(checkpoint: Checkpoint, config: QuantConfig) -> WeightsRef:
+    """Submit the one conversion task; returns at once with references to its pieces."""
     task = _convert_task.options(num_returns=num_pieces(checkpoint) + 1, name="convert")
-    refs = cast("list[ray.ObjectRef[Any]]", task.remote(str(folder), config))
+    refs = cast("list[ray.ObjectRef[Any]]", task.remote(str(checkpoint.folder), config))
     *pieces, done = refs
     digest = weights_digest(checkpoint, config)
     return WeightsRef(checkpoint.architecture, digest, tuple(pieces), done)

@@ -12,8 +12,6 @@ from jobs.cli import parse_run
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
-pytestmark = pytest.mark.skipif(not README.is_file(), reason="no README.md yet")
-
 
 def code_lines() -> list[str]:
     """The lines of the README's code blocks, continued lines joined."""

@@ -47,7 +47,7 @@ def worker_environment(num_threads: int) -> dict[str, str]:
     return {
         **_ALLOCATOR,
         # numba's kernels use the threads. torch shares their OpenMP runtime, which stops spinning
-        # (150 sleeps a step) once a second pool makes more threads than there are cores.
+        # (two sleeps a kernel) once a second pool makes more threads than there are cores.
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": str(num_threads),
         # Threads that wait for the next kernel give the core up soon: on a shared machine, endless
@@ -73,7 +73,7 @@ def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
-        num_spec_tokens=0 if config.proposer == "none" else config.num_speculative_tokens,
+        num_spec_tokens=config.num_spec_tokens,
     )
     return Engine(model, limits, build_proposer(config), TokenizerText(settings.tokenizer_json))
 

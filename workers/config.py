@@ -78,6 +78,11 @@ class EngineConfig(BaseModel):
     prompt_lookup_max: int = Field(3, ge=1, le=16, description="Longest n-gram looked up.")
     prompt_lookup_min: int = Field(1, ge=1, le=16, description="Shortest n-gram looked up.")
 
+    @property
+    def num_spec_tokens(self) -> int:
+        """The most that may be drafted per step: nothing without a proposer."""
+        return 0 if self.proposer == "none" else self.num_speculative_tokens
+
     @model_validator(mode="after")
     def _check_lookup(self) -> "EngineConfig":
         if self.prompt_lookup_min > self.prompt_lookup_max:

@@ -34,13 +34,15 @@ class TokenHistory:
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.prompt = set(prompt_token_ids)
         self.generated: Counter[int] = Counter()
+        self._length = 0
 
     def append(self, token_id: int) -> None:
         """Count a generated token."""
         self.generated[token_id] += 1
+        self._length += 1
 
     def __len__(self) -> int:
-        return self.generated.total()
+        return self._length
 
 
 class StepLogits:
