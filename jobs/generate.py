@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from jobs.cli import parse_run
 from pipeline import storage
-from pipeline.admission import describe, load_tokenizer
+from pipeline.admission import Admission, describe, load_tokenizer
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
 from pipeline.graph import GenerateSettings, run_shards, write_plan
@@ -33,7 +33,7 @@ from workers.actor import WorkerSettings
 @dataclass(frozen=True)
 class _Model:
     checkpoint: Checkpoint
-    tokenizer_json: str
+    tokenizer: Any
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -56,7 +56,8 @@ def generate(arguments: Sequence[str]) -> int:
 def _run(config: RunConfig, model: _Model, started: float) -> None:
     weights = convert_to_store(model.checkpoint, config.quant)
     limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
-    plan = Plan.load(config.output) or write_plan(config, model.checkpoint.folder, limit)
+    admission = Admission(model.tokenizer, config.sampling, limit)
+    plan = Plan.load(config.output) or write_plan(config, admission)
     names = [shard.name for shard in plan.shards]
     pending = pending_shards(config.output, names)
     total, fresh = Summary(), Summary()
@@ -131,15 +132,14 @@ def _check_output(config: RunConfig) -> None:
 
 def _open_model(config: RunConfig) -> _Model:
     checkpoint = open_checkpoint(find_checkpoint(config.model).resolve())
-    tokenizer = load_tokenizer(checkpoint.folder)
-    return _Model(checkpoint, tokenizer.backend_tokenizer.to_str())
+    return _Model(checkpoint, load_tokenizer(checkpoint.folder))
 
 
 def _start_ray() -> None:
     """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(logging_level=logging.ERROR, log_to_driver=True)
+    ray.init(logging_level=logging.ERROR, log_to_driver=True, include_dashboard=False)
 
 
 def _settings(
@@ -164,7 +164,7 @@ def _settings(
             engine=config.engine,
             quant=config.quant,
             max_model_len=max_model_len,
-            tokenizer_json=model.tokenizer_json,
+            tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
             num_threads=_threads_per_worker(config),
         ),
     )

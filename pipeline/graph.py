@@ -9,15 +9,13 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, DataContext
 
-from pipeline.admission import Admission, load_tokenizer
+from pipeline.admission import Admission
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
 from pipeline.parts import (
@@ -28,17 +26,9 @@ from pipeline.parts import (
     next_attempt,
     refused_row,
 )
-from pipeline.plan import (
-    Plan,
-    Shard,
-    SourceGroup,
-    assemble,
-    group_sources,
-    read_shard,
-    write_shards,
-)
+from pipeline.plan import Plan, PlanWriter, Shard, assemble, group_sources, read_shard
 from pipeline.requests import build_requests
-from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json, schema_to_json
+from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json
 from quant.store import WeightsRef
 from workers.actor import Worker, WorkerSettings, build_engine, worker_environment
 from workers.config import SamplingParams
@@ -57,7 +47,7 @@ class GenerateSettings:
     worker: WorkerSettings
 
 
-def write_plan(config: RunConfig, checkpoint: Path, max_model_len: int) -> Plan:
+def write_plan(config: RunConfig, admission: Admission) -> Plan:
     """Read the sources with Ray Data, write all prompt shards, and check them as a whole."""
     _quiet()
     groups = group_sources(config.input, config.data.limit)
@@ -65,8 +55,8 @@ def write_plan(config: RunConfig, checkpoint: Path, max_model_len: int) -> Plan:
         [{"group": group.to_json()} for group in groups], override_num_blocks=len(groups)
     )
     written = dataset.map_batches(
-        _PlanWriter,
-        fn_constructor_args=(config, checkpoint, max_model_len),
+        PlanWriter,
+        fn_constructor_args=(admission, config.output, config.data.rows_per_shard),
         batch_size=1,
         compute=ActorPoolStrategy(min_size=1, max_size=min(len(groups), 8)),
         num_cpus=0.5,
@@ -111,39 +101,12 @@ def run_shards(
         yield PartReport(**row["report"], stats=stats)
 
 
-class _PlanWriter:
-    """An actor that admits the rows of source groups."""
-
-    def __init__(self, config: RunConfig, checkpoint: Path, max_model_len: int) -> None:
-        self._config = config
-        tokenizer = load_tokenizer(checkpoint)
-        self._admission = Admission(tokenizer, config.sampling, max_model_len)
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        """Write a group's shards; an unreadable source is a value, as Ray would bury its error."""
-        columns: dict[str, list[str]] = {"shard": [], "schema": [], "error": []}
-        for group in batch["group"]:
-            try:
-                for shard, schema in self._write(SourceGroup.from_json(group)):
-                    columns["shard"].append(json.dumps(asdict(shard)))
-                    columns["schema"].append(schema_to_json(schema))
-                    columns["error"].append("")
-            except InputError as error:
-                for name, value in (("shard", ""), ("schema", ""), ("error", str(error))):
-                    columns[name].append(value)
-        return columns
-
-    def _write(self, group: SourceGroup) -> Iterator[tuple[Shard, pa.Schema]]:
-        data = self._config.data
-        return write_shards(group, self._admission, self._config.output, data.rows_per_shard)
-
-
 class _ShardActor:
     """A stateful actor: one engine, several shards at once, parts committed as they finish."""
 
     def __init__(self, weights: list[WeightsRef], settings: GenerateSettings) -> None:
         self._settings = settings
-        self._worker = Worker(build_engine(weights[0], settings.worker))
+        self._worker = Worker(lambda: build_engine(weights[0], settings.worker))
         self._schema = output_schema(schema_from_json(settings.carried))
         self._turn = asyncio.Lock()
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -119,6 +120,29 @@ def write_shards(
             storage.write_atomic(_shard_file(output, shard.name), to_parquet(table))
             left = None if left is None else left - len(chunk)
             yield shard, table.schema
+
+
+class PlanWriter:
+    """Admits source groups and writes their shards: a stateful batch function of Ray Data."""
+
+    def __init__(self, admission: Admission, output: str, rows_per_shard: int) -> None:
+        self._write = partial(
+            write_shards, admission=admission, output=output, rows_per_shard=rows_per_shard
+        )
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
+        """Write a group's shards; an unreadable source is a value, as Ray would bury its error."""
+        columns: dict[str, list[str]] = {"shard": [], "schema": [], "error": []}
+        for group in batch["group"]:
+            try:
+                for shard, schema in self._write(SourceGroup.from_json(group)):
+                    columns["shard"].append(json.dumps(asdict(shard)))
+                    columns["schema"].append(schema_to_json(schema))
+                    columns["error"].append("")
+            except InputError as error:
+                for name, value in (("shard", ""), ("schema", ""), ("error", str(error))):
+                    columns[name].append(value)
+        return columns
 
 
 def assemble(written: Iterable[tuple[Shard, pa.Schema]], output: str) -> Plan:

@@ -1,8 +1,8 @@
 """One checkpoint to the tensors the target model runs on: fused, quantized, in numpy buffers.
 
 A piece is a dict of arrays: piece 0 holds embeddings, head and final norm, piece i + 1 layer i. The
-projections that share an input are fused (q/k/v, gate/up). numpy has no bfloat16, so a bfloat16
-tensor travels as uint16; nothing else does.
+projections that share an input are fused (q/k/v, gate/up), and the int8 weights of linears are packed
+(`quant.int8.pack`). numpy has no bfloat16, so a bfloat16 tensor travels as uint16; nothing else does.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ import torch
 from quant.checkpoint import EMBEDDINGS, FINAL_NORM, HEAD, Checkpoint, linear_groups
 from quant.config import Precision, QuantConfig
 from quant.errors import CheckpointError
-from quant.int8 import quantize_rows
+from quant.int8 import pack, quantize_rows
 
 Piece = dict[str, np.ndarray]
 
 # Part of the digest: raise it whenever the tensors made from the same checkpoint change.
-CODE_VERSION = 1
+CODE_VERSION = 2
 
 _FLOAT_DTYPES: dict[Precision, torch.dtype] = {
     "w8a8": torch.bfloat16,
@@ -63,7 +63,11 @@ def _convert_outer(checkpoint: Checkpoint, config: QuantConfig) -> Piece:
     quantized = config.precision == "w8a8"
     piece: Piece = {}
     embeddings = _read(checkpoint, EMBEDDINGS)
-    _put(piece, "embeddings", embeddings, config, int8=quantized and config.embeddings == "int8")
+    if quantized and config.embeddings == "int8":  # Looked up row by row, hence not packed.
+        codes, scale = quantize_rows(embeddings)
+        piece["embeddings.weight"], piece["embeddings.scale"] = codes.numpy(), scale.numpy()
+    else:
+        piece["embeddings.weight"] = _weight_array(embeddings, config)
     head_int8 = quantized and config.head == "int8"
     head = embeddings if checkpoint.architecture.tied_head else _read(checkpoint, HEAD)
     if head is not embeddings or "embeddings.scale" in piece or head_int8:
@@ -103,9 +107,13 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def _put(piece: Piece, name: str, weight: torch.Tensor, config: QuantConfig, *, int8: bool) -> None:
     if int8:
         codes, scale = quantize_rows(weight)
-        piece[f"{name}.weight"], piece[f"{name}.scale"] = codes.numpy(), scale.numpy()
+        piece[f"{name}.weight"], piece[f"{name}.scale"] = pack(codes).numpy(), scale.numpy()
     else:
-        piece[f"{name}.weight"] = _to_numpy(weight.to(_FLOAT_DTYPES[config.precision]))
+        piece[f"{name}.weight"] = _weight_array(weight, config)
+
+
+def _weight_array(weight: torch.Tensor, config: QuantConfig) -> np.ndarray:
+    return _to_numpy(weight.to(_FLOAT_DTYPES[config.precision]))
 
 
 def _float_array(vector: torch.Tensor, config: QuantConfig) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Symmetric int8 quantization.
+"""Symmetric int8 quantization, and the order in which int8 weights are kept.
 
 Weights carry one scale per output channel, activations one scale per token, taken at run time:
 
@@ -21,6 +21,7 @@ Legend: M tokens, N output channels, K input channels.
 import torch
 
 MAX_CODE = 127
+PACK_N, PACK_K = 16, 4  # Outputs and inputs of a packed cell.
 _INT32_MAX = 2**31 - 1
 
 
@@ -51,3 +52,28 @@ def quantize_rows(
 def dequantize_rows(codes_MK: torch.Tensor, scale_M: torch.Tensor) -> torch.Tensor:
     """The float32 matrix that codes and row scales stand for."""
     return codes_MK.float() * scale_M[:, None]
+
+
+def pack(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Order int8 weights for the CPU's integer instructions, which add neighbouring products.
+
+    A cell holds PACK_K neighbouring inputs of PACK_N neighbouring outputs, so that one vector load
+    serves several outputs and no sum has to cross lanes.
+
+    Args:
+        codes_NK: int8 [N, K].
+
+    Returns:
+        int8 [ceil(N / PACK_N), ceil(K / PACK_K), PACK_N, PACK_K], contiguous; the rest is zero.
+    """
+    num_outputs, num_inputs = codes_NK.shape
+    missing = 0, -num_inputs % PACK_K, 0, -num_outputs % PACK_N
+    padded_NK = torch.nn.functional.pad(codes_NK, missing)
+    cells: torch.Tensor = padded_NK.unflatten(1, (-1, PACK_K)).unflatten(0, (-1, PACK_N))
+    return cells.transpose(1, 2).contiguous()
+
+
+def unpack(packed: torch.Tensor, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """The weights [N, K] that were packed."""
+    padded_NK: torch.Tensor = packed.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    return padded_NK[:num_outputs, :num_inputs]

@@ -6,14 +6,13 @@ process of a node reads the same shared memory.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray.exceptions import RayTaskError
 
 from quant.architecture import Architecture
-from quant.checkpoint import Checkpoint, open_checkpoint
+from quant.checkpoint import Checkpoint
 from quant.config import QuantConfig
 from quant.convert import Piece, convert, num_pieces, weights_digest
 from quant.errors import CheckpointError
@@ -49,7 +48,7 @@ class WeightsRef:
 def convert_to_store(checkpoint: Checkpoint, config: QuantConfig) -> WeightsRef:
     """Submit the one conversion task; returns at once with references to its pieces."""
     task = _convert_task.options(num_returns=num_pieces(checkpoint) + 1, name="convert")
-    refs = cast("list[ray.ObjectRef[Any]]", task.remote(str(checkpoint.folder), config))
+    refs = cast("list[ray.ObjectRef[Any]]", task.remote(checkpoint, config))
     *pieces, done = refs
     digest = weights_digest(checkpoint, config)
     return WeightsRef(checkpoint.architecture, digest, tuple(pieces), done)
@@ -58,6 +57,6 @@ def convert_to_store(checkpoint: Checkpoint, config: QuantConfig) -> WeightsRef:
 # A generator with a fixed number of returns: Ray stores each piece as it is yielded, so the task
 # never holds more than one layer beside what it is reading.
 @ray.remote(num_cpus=0.5, max_retries=3)
-def _convert_task(folder: str, config: QuantConfig):  # type: ignore[no-untyped-def]
-    yield from convert(open_checkpoint(Path(folder)), config)
+def _convert_task(checkpoint: Checkpoint, config: QuantConfig):  # type: ignore[no-untyped-def]
+    yield from convert(checkpoint, config)
     yield True

@@ -15,7 +15,7 @@ from hypothesis import settings
 from quant.architecture import Architecture
 from quant.config import Precision
 from quant.convert import Piece
-from quant.int8 import quantize_rows
+from quant.int8 import pack, quantize_rows
 from workers.backend import StepBatch
 from workers.config import SamplingParams
 from workers.engine import Engine, EngineLimits
@@ -255,7 +255,7 @@ def make_pieces(precision: Precision, seed: int = _SEED) -> list[Piece]:
         if precision == "float64":
             return {f"{name}.weight": weight}
         codes, scale = quantize_rows(torch.from_numpy(weight))
-        return {f"{name}.weight": codes.numpy(), f"{name}.scale": scale.numpy()}
+        return {f"{name}.weight": pack(codes).numpy(), f"{name}.scale": scale.numpy()}
 
     def vector(size: int, mean: float) -> np.ndarray:
         values = rng.normal(mean, 0.1, size)

@@ -12,9 +12,11 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from quant.architecture import Architecture
 from quant.checkpoint import open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import Piece, num_pieces, to_torch, weights_digest
+from quant.int8 import pack, unpack
 from tests.tiny import (
     convert_all,
     edit_config,
@@ -86,8 +88,13 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_dequantizes(piece: Piece, name: str, expected_NK: torch.Tensor) -> None:
     """Codes and scales stand for the matrix, within half a step and with the full range used."""
-    codes_NK, scale_N = piece[f"{name}.weight"], piece[f"{name}.scale"]
-    assert (codes_NK.dtype, scale_N.dtype) == (np.int8, np.float32)
+    weight, scale_N = piece[f"{name}.weight"], piece[f"{name}.scale"]
+    assert (weight.dtype, scale_N.dtype) == (np.int8, np.float32)
+    codes_NK = weight
+    if name != "embeddings":  # A linear: its weights are packed, and nothing else is with them.
+        codes = unpack(torch.from_numpy(weight), *expected_NK.shape)
+        assert torch.equal(pack(codes), torch.from_numpy(weight))
+        codes_NK = codes.numpy()
     assert codes_NK.shape == expected_NK.shape
     assert (np.abs(codes_NK.astype(int)).max(axis=1) == 127).all()
     wide_NK = expected_NK.double().numpy()
@@ -126,9 +133,14 @@ def test_fused_layers(llama: Path) -> None:
             ("post_norm", "post_attention_layernorm"),
         ):
             assert torch.equal(to_torch(piece[ours]), tensors[f"{layer}.{theirs}.weight"])
-    # 4 query heads and 2 + 2 key/value heads of 16; gate and up of 96.
+    # 4 query heads and 2 + 2 key/value heads of 16; gate and up of 96; in cells of 16 x 4.
     shapes = {name: pieces[1][f"{name}.weight"].shape for name in FUSED}
-    assert shapes == {"qkv": (128, 64), "o": (64, 64), "gate_up": (192, 64), "down": (64, 96)}
+    assert shapes == {
+        "qkv": (128 // 16, 64 // 4, 16, 4),
+        "o": (64 // 16, 64 // 4, 16, 4),
+        "gate_up": (192 // 16, 64 // 4, 16, 4),
+        "down": (64 // 16, 96 // 4, 16, 4),
+    }
 
 
 def test_head_norms_and_missing_biases(tied: Path) -> None:
@@ -300,12 +312,10 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 class RoundedCacheBackend(TorchBackend):
-    """Plain float32 torch whose cache holds what a bfloat16 cache holds."""
+    """Plain float32 torch with a bfloat16 cache."""
 
-    def store(
-        self, cache: KVCache, layer: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, batch: StepBatch
-    ) -> None:
-        super().store(cache, layer, k_TGD.bfloat16(), v_TGD.bfloat16(), batch)
+    def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
+        return TorchBackend(torch.bfloat16).new_cache(architecture, num_rows, max_len)
 
 
 @pytest.mark.parametrize("recipe", [{}, {"head": "bf16", "embeddings": "int8"}], ids=str)

@@ -1,5 +1,6 @@
 """Symmetric int8: codes worked out by hand, integer sums that are exact whatever the inputs."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.int8 import dequantize_rows, max_activation_code, quantize_rows
+from quant.int8 import dequantize_rows, max_activation_code, pack, quantize_rows, unpack
 from tests.tiny import num_threads
 from workers import kernels
 from workers.backend import LinearWeights, TorchBackend
@@ -82,6 +83,54 @@ def test_dequantized_by_hand() -> None:
     codes = torch.tensor([[127, -127, 0], [1, 2, 3]], dtype=torch.int8)
     got = dequantize_rows(codes, torch.tensor([2.0, 0.5]))
     assert got.tolist() == [[254.0, -254.0, 0.0], [0.5, 1.0, 1.5]]
+
+
+def test_packed_by_hand() -> None:
+    # Row n holds 6 n - 54 and the five numbers after it; 18 x 6 makes 2 x 2 cells of 16 x 4.
+    codes_NK = (torch.arange(18 * 6) - 54).to(torch.int8).reshape(18, 6)
+    packed = pack(codes_NK)
+    assert packed.dtype == torch.int8
+    assert packed.shape == (2, 2, 16, 4)
+    assert packed.is_contiguous()
+    # Outputs 0 to 15, inputs 4 and 5, and two that do not exist.
+    assert packed[0, 1].tolist() == [
+        [-50, -49, 0, 0],
+        [-44, -43, 0, 0],
+        [-38, -37, 0, 0],
+        [-32, -31, 0, 0],
+        [-26, -25, 0, 0],
+        [-20, -19, 0, 0],
+        [-14, -13, 0, 0],
+        [-8, -7, 0, 0],
+        [-2, -1, 0, 0],
+        [4, 5, 0, 0],
+        [10, 11, 0, 0],
+        [16, 17, 0, 0],
+        [22, 23, 0, 0],
+        [28, 29, 0, 0],
+        [34, 35, 0, 0],
+        [40, 41, 0, 0],
+    ]
+    assert packed[0, 0, :2].flatten().tolist() == [-54, -53, -52, -51, -48, -47, -46, -45]
+    assert packed[1, 0].tolist() == [[42, 43, 44, 45], [48, 49, 50, 51]] + [[0] * 4] * 14
+    assert packed[1, 1].tolist() == [[46, 47, 0, 0], [52, 53, 0, 0]] + [[0] * 4] * 14
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(num_outputs=st.integers(1, 70), num_inputs=st.integers(1, 45))
+def test_packing_keeps_every_code_and_adds_only_zeros(num_outputs: int, num_inputs: int) -> None:
+    rng = np.random.default_rng(num_outputs * 100 + num_inputs)
+    codes = rng.integers(1, 128, (num_outputs, num_inputs)) * rng.choice([-1, 1], num_inputs)
+    codes_NK = torch.from_numpy(codes.astype(np.int8))
+    before = codes_NK.clone()
+    packed = pack(codes_NK)
+    assert packed.shape == (math.ceil(num_outputs / 16), math.ceil(num_inputs / 4), 16, 4)
+    assert packed.is_contiguous()
+    assert torch.equal(unpack(packed, num_outputs, num_inputs), codes_NK)
+    assert int(packed.count_nonzero()) == num_outputs * num_inputs
+    assert torch.equal(codes_NK, before)
+    # However the codes lie in memory.
+    assert torch.equal(pack(codes_NK.T.contiguous().T), packed)
 
 
 FLOATS = st.floats(-(2.0**120), 2.0**120, width=32, allow_subnormal=False)
@@ -174,7 +223,7 @@ def test_linear_is_exact(num_rows: int, num_outputs: int, num_inputs: int) -> No
         expected_MN = by_numpy(codes_MK, scale_M, weight_NK, scale_N)
         for bias in (None, bias_N):
             weights = LinearWeights(
-                torch.from_numpy(weight_NK),
+                pack(torch.from_numpy(weight_NK)),
                 torch.from_numpy(scale_N),
                 None if bias is None else torch.from_numpy(bias),
                 max_code,
@@ -191,9 +240,9 @@ def test_worst_case_sums_are_exact(num_rows: int, max_code: int) -> None:
     # All codes as large as they get: u8 x s8 kernels that add pairs in int16 saturate here.
     num_inputs = 8960
     sign_N = torch.tensor([-1, 1, -1], dtype=torch.int8)
-    weight_NK = (127 * sign_N)[:, None].expand(3, num_inputs).contiguous()
+    weight_NK = (127 * sign_N)[:, None].expand(3, num_inputs)
     x_MK = torch.full((num_rows, num_inputs), float(max_code))
-    weights = LinearWeights(weight_NK, torch.ones(3), max_code=max_code)
+    weights = LinearWeights(pack(weight_NK), torch.ones(3), max_code=max_code)
     # 127 * 127 * 8960 and 1887 * 127 * 8960; a factor 2**8 lets float32 hold both exactly.
     total = {127: 144515840.0, 1887: 2147255040.0}[max_code]
     for backend in (CpuBackend(), TorchBackend(torch.float32)):
@@ -211,7 +260,7 @@ def test_both_backends_give_the_same_bits(num_rows: int, num_outputs: int, num_i
     bias_N = torch.randn(num_outputs, generator=generator)
     for max_code in (127, max_activation_code(num_inputs)):
         for bias in (None, bias_N):
-            weights = LinearWeights(codes_NK, scale_N, bias, max_code)
+            weights = LinearWeights(pack(codes_NK), scale_N, bias, max_code)
             ours = CpuBackend().linear(weights)(x_MK)
             reference = TorchBackend(torch.float32).linear(weights)(x_MK)
             assert torch.equal(ours, reference)

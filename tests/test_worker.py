@@ -53,7 +53,7 @@ def request(name: str, sample_idx: int = 0) -> Request:
 
 
 def worker_of(engine: Any) -> Worker:
-    return Worker(engine)
+    return Worker(lambda: engine)
 
 
 def test_many_callers_get_their_own() -> None:

@@ -7,7 +7,8 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -81,12 +82,20 @@ def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
 class Worker:
     """Runs an engine on a background thread; callers submit requests and await completions."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """Build the engine, on the thread that will run it; raises what building it raises.
+
+        Every thread that runs a kernel gets an OpenMP pool of its own, and once the pools hold more
+        threads than there are cores, all of them sleep between kernels.
+        """
         self._inbox: queue.SimpleQueue[tuple[Request, _Mailbox]] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}  # By the identity of the request.
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        built: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(build, built), name="engine", daemon=True
+        )
         self._thread.start()
+        built.result()
 
     @property
     def device(self) -> str:
@@ -113,11 +122,17 @@ class Worker:
                 raise RuntimeError("the engine failed") from completion
             yield completion
 
-    def _run(self) -> None:
+    def _run(self, build: Callable[[], Engine], built: "Future[None]") -> None:
+        try:
+            engine = build()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever constructs the worker
+            built.set_exception(error)
+            return
+        built.set_result(None)
         try:
             while True:
-                self._take_requests()
-                for completion in self._engine.step():
+                self._take_requests(engine)
+                for completion in engine.step():
                     self._mailboxes.pop(id(completion.request)).put(completion)
         except BaseException as error:  # noqa: BLE001 - handed to every caller, who raises it
             for mailbox in self._mailboxes.values():
@@ -125,12 +140,12 @@ class Worker:
             while True:  # Callers that come later are told as well.
                 self._inbox.get()[1].put(error)
 
-    def _take_requests(self) -> None:
+    def _take_requests(self, engine: Engine) -> None:
         """Move what has arrived to the engine; waits only if the engine has nothing to do."""
-        while not (self._engine.has_work and self._inbox.empty()):
+        while not (engine.has_work and self._inbox.empty()):
             request, mailbox = self._inbox.get()
             self._mailboxes[id(request)] = mailbox
-            self._engine.add(request)
+            engine.add(request)
 
 
 @dataclass(frozen=True)

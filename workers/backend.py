@@ -4,11 +4,10 @@ A backend's results for a token must not depend on which other tokens share the 
 makes a verified draft equal to plain decoding. `TorchBackend` is the reference, for any dtype torch
 computes in; `workers.cpu.CpuBackend` holds the promise bit by bit.
 
-Legend: T tokens of a pass, H query heads, G key/value heads, D head size, K inputs, N outputs,
-L positions of a cache row, R rows of the cache.
+Legend: T tokens of a pass, C model width, I width of the MLP, H query heads, G key/value heads,
+D head size, K inputs, N outputs, L positions of a cache row, R rows of the cache.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,22 +15,68 @@ import torch
 import torch.nn.functional as F
 
 from quant.architecture import Architecture
-from quant.int8 import MAX_CODE, quantize_rows
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
+from quant.int8 import MAX_CODE, quantize_rows, unpack
 
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """One linear: float weights [N, K], or int8 codes [N, K] with a float32 scale [N] a row.
+    """One linear: float weights [N, K], or packed int8 codes with a float32 scale [N] an output.
 
-    `max_code` bounds the activation codes of an int8 linear (127: W8A8).
+    `max_code` bounds the activation codes of an int8 linear (127: W8A8). See `quant.int8`.
     """
 
-    weight_NK: torch.Tensor
+    weight: torch.Tensor
     scale_N: torch.Tensor | None = None
     bias_N: torch.Tensor | None = None
     max_code: int = MAX_CODE
+
+
+class Linear(Protocol):
+    """A linear on its device, together with what comes before and after it in a decoder."""
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """The outputs [T, N]."""
+        ...
+
+    def of_norm(self, x_TK: torch.Tensor, gain_K: torch.Tensor, eps: float) -> torch.Tensor:
+        """The outputs [T, N] for x / rms(x) * gain."""
+        ...
+
+    def add_to_(self, x_TN: torch.Tensor, h_TK: torch.Tensor) -> None:
+        """Add the outputs for h to x, in place."""
+        ...
+
+    def add_silu_to_(self, x_TN: torch.Tensor, gate_up_TJ: torch.Tensor) -> None:
+        """Add the outputs for silu(gate) * up to x, in place; gate_up is [T, 2 K], gate first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How one layer reads its fused projection [T, (H + 2 G) D], and attends.
+
+    Attributes:
+        layer: its index, which is where its keys and values lie in the cache.
+        window: positions a query sees, its own included; 0: all.
+        q_gain: [D], the norm of each query head; None: no norm.
+        k_gain: the same for key heads.
+        eps: of these norms.
+        cos: [L, D / 2], the rotary table; pairs are (i, i + D / 2), as Hugging Face lays them out.
+        sin: the same.
+    """
+
+    layer: int
+    window: int
+    q_gain: torch.Tensor | None
+    k_gain: torch.Tensor | None
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return 2 * self.cos.shape[1]
 
 
 @dataclass(frozen=True)
@@ -75,6 +120,18 @@ class StepBatch:
     logit_indices: torch.Tensor
 
 
+class Attention(Protocol):
+    """The attention of one layer on its device."""
+
+    def __call__(self, qkv_TJ: torch.Tensor, cache: KVCache, batch: StepBatch) -> torch.Tensor:
+        """Write the pass's keys and values to the cache, then attend causally over each token's row.
+
+        Returns:
+            [T, H D].
+        """
+        ...
+
+
 class Backend(Protocol):
     """The device operations of the target model."""
 
@@ -82,35 +139,15 @@ class Backend(Protocol):
     device: torch.device
 
     def linear(self, weights: LinearWeights) -> Linear:
-        """Prepare a linear; the result maps [T, K] to [T, N]."""
+        """Prepare a linear."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-        """X / rms(x) * gain over the last dimension of [T, n] or [T, heads, D]."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up for [T, 2 I] holding gate, then up."""
-        ...
-
-    def rotate(self, x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Apply rotary embeddings; cos and sin are [T, D / 2]."""
+    def attention(self, heads: Heads) -> Attention:
+        """Prepare a layer's attention."""
         ...
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
         """Allocate a cache; pages are touched only as rows grow."""
-        ...
-
-    def store(
-        self, cache: KVCache, layer: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, batch: StepBatch
-    ) -> None:
-        """Write the pass's keys and values to their rows and positions."""
-        ...
-
-    def attend(
-        self, q_THD: torch.Tensor, cache: KVCache, layer: int, batch: StepBatch, window: int
-    ) -> torch.Tensor:
-        """Causal attention [T, H, D] of each token over its own row; window 0: no limit."""
         ...
 
 
@@ -123,73 +160,109 @@ class TorchBackend:
 
     def linear(self, weights: LinearWeights) -> Linear:
         """Prepare a linear; int8 products are summed exactly (in float64)."""
-        weight_NK = weights.weight_NK.to(self.device)
-        bias_N = None if weights.bias_N is None else weights.bias_N.to(self.device, self.dtype)
-        if weights.scale_N is None:
+        return _TorchLinear(weights, self)
 
-            def float_linear(x_TK: torch.Tensor) -> torch.Tensor:
-                y_TN = F.linear(x_TK.to(weight_NK.dtype), weight_NK).to(self.dtype)
-                return y_TN if bias_N is None else y_TN + bias_N
-
-            return float_linear
-        scale_N = weights.scale_N.to(self.device)
-        exact_weight_NK = weight_NK.double()
-
-        def int8_linear(x_TK: torch.Tensor) -> torch.Tensor:
-            codes_TK, scale_T = quantize_rows(x_TK, weights.max_code)
-            sums_TN = F.linear(codes_TK.double(), exact_weight_NK).float()
-            y_TN = (sums_TN * scale_N * scale_T[:, None]).to(self.dtype)
-            return y_TN if bias_N is None else y_TN + bias_N
-
-        return int8_linear
-
-    def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-        """X / rms(x) * gain over the last dimension."""
-        return F.rms_norm(x, gain.shape, gain, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def rotate(self, x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate the pairs (i, i + D / 2), as Hugging Face checkpoints lay them out."""
-        low, high = x_THD.chunk(2, dim=-1)
-        cos, sin = cos[:, None], sin[:, None]
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    def attention(self, heads: Heads) -> Attention:
+        """Prepare a layer's attention."""
+        return _TorchAttention(heads)
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
         """Allocate a cache in the compute dtype."""
         return _empty_cache(architecture, num_rows, max_len, self.dtype, self.device)
 
-    def store(
-        self, cache: KVCache, layer: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, batch: StepBatch
-    ) -> None:
-        """Write the pass's keys and values."""
-        cache.keys[layer, batch.rows, :, batch.positions] = k_TGD.to(cache.keys.dtype)
-        cache.values[layer, batch.rows, :, batch.positions] = v_TGD.to(cache.values.dtype)
 
-    def attend(
-        self, q_THD: torch.Tensor, cache: KVCache, layer: int, batch: StepBatch, window: int
-    ) -> torch.Tensor:
-        """Attention row by row, over the row's own length."""
+class _TorchLinear:
+    def __init__(self, weights: LinearWeights, backend: TorchBackend) -> None:
+        self._dtype, self._max_code = backend.dtype, weights.max_code
+        self._scale_N = None if weights.scale_N is None else weights.scale_N.to(backend.device)
+        self._bias_N = None
+        if weights.bias_N is not None:
+            self._bias_N = weights.bias_N.to(backend.device, backend.dtype)
+        self._weight_NK = weights.weight.to(backend.device)
+        if self._scale_N is not None:
+            num_outputs, num_inputs = len(self._scale_N), weights.weight[0, :, 0].numel()
+            self._weight_NK = unpack(self._weight_NK, num_outputs, num_inputs).double()
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        if self._scale_N is None:
+            y_TN = F.linear(x_TK.to(self._weight_NK.dtype), self._weight_NK).to(self._dtype)
+        else:
+            codes_TK, scale_T = quantize_rows(x_TK, self._max_code)
+            weight_NK = self._weight_NK[:, : x_TK.shape[1]]  # Without what packing added.
+            sums_TN = F.linear(codes_TK.double(), weight_NK).float()
+            y_TN = (sums_TN * self._scale_N * scale_T[:, None]).to(self._dtype)
+        return y_TN if self._bias_N is None else y_TN + self._bias_N
+
+    def of_norm(self, x_TK: torch.Tensor, gain_K: torch.Tensor, eps: float) -> torch.Tensor:
+        return self(rms_norm(x_TK, gain_K, eps))
+
+    def add_to_(self, x_TN: torch.Tensor, h_TK: torch.Tensor) -> None:
+        x_TN += self(h_TK)
+
+    def add_silu_to_(self, x_TN: torch.Tensor, gate_up_TJ: torch.Tensor) -> None:
+        gate_TK, up_TK = gate_up_TJ.chunk(2, dim=-1)
+        x_TN += self(F.silu(gate_TK) * up_TK)
+
+
+class _TorchAttention:
+    def __init__(self, heads: Heads) -> None:
+        self._heads = heads
+
+    def __call__(self, qkv_TJ: torch.Tensor, cache: KVCache, batch: StepBatch) -> torch.Tensor:
+        heads, num_kv_heads = self._heads, cache.keys.shape[2]
+        all_THD = qkv_TJ.unflatten(1, (-1, heads.head_dim))
+        num_heads = all_THD.shape[1] - 2 * num_kv_heads
+        q_THD, k_TGD, v_TGD = all_THD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if heads.q_gain is not None:
+            q_THD = rms_norm(q_THD, heads.q_gain, heads.eps)
+        if heads.k_gain is not None:
+            k_TGD = rms_norm(k_TGD, heads.k_gain, heads.eps)
+        cos, sin = heads.cos[batch.positions], heads.sin[batch.positions]
+        q_THD, k_TGD = rotate(q_THD, cos, sin), rotate(k_TGD, cos, sin)
+        keys_RGLD, values_RGLD = cache.keys[heads.layer], cache.values[heads.layer]
+        keys_RGLD[batch.rows, :, batch.positions] = k_TGD.to(keys_RGLD.dtype)
+        values_RGLD[batch.rows, :, batch.positions] = v_TGD.to(values_RGLD.dtype)
         out_THD = torch.empty_like(q_THD)
-        repeats = q_THD.shape[1] // cache.keys.shape[2]
         for row in batch.rows.unique().tolist():
             mine = batch.rows == row
-            positions_n = batch.positions[mine]
-            length = int(positions_n.max()) + 1
-            k_HLD = cache.keys[layer, row, :, :length].repeat_interleave(repeats, 0)
-            v_HLD = cache.values[layer, row, :, :length].repeat_interleave(repeats, 0)
-            keys_at = torch.arange(length, device=self.device)
-            mask_nL = keys_at <= positions_n[:, None]
-            if window:
-                mask_nL &= keys_at > positions_n[:, None] - window
-            out_HnD = F.scaled_dot_product_attention(
-                q_THD[mine].transpose(0, 1), k_HLD, v_HLD, attn_mask=mask_nL
+            out_THD[mine] = _attend_row(
+                q_THD[mine], batch.positions[mine], keys_RGLD[row], values_RGLD[row], heads.window
             )
-            out_THD[mine] = out_HnD.transpose(0, 1)
-        return out_THD
+        return out_THD.flatten(1)
+
+
+def _attend_row(
+    q_nHD: torch.Tensor,
+    positions_n: torch.Tensor,
+    keys_GLD: torch.Tensor,
+    values_GLD: torch.Tensor,
+    window: int,
+) -> torch.Tensor:
+    """Queries of one row over the row's own length."""
+    length = int(positions_n.max()) + 1
+    repeats = q_nHD.shape[1] // keys_GLD.shape[0]
+    k_HLD, v_HLD = (
+        part[:, :length].to(q_nHD.dtype).repeat_interleave(repeats, 0)
+        for part in (keys_GLD, values_GLD)
+    )
+    keys_at = torch.arange(length, device=q_nHD.device)
+    mask_nL = keys_at <= positions_n[:, None]
+    if window:
+        mask_nL &= keys_at > positions_n[:, None] - window
+    q_HnD = q_nHD.transpose(0, 1)
+    return F.scaled_dot_product_attention(q_HnD, k_HLD, v_HLD, attn_mask=mask_nL).transpose(0, 1)
+
+
+def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """X / rms(x) * gain over the last dimension."""
+    return F.rms_norm(x, gain.shape, gain, eps)
+
+
+def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + D / 2) of every head; cos and sin are [T, D / 2]."""
+    low, high = x_THD.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def _empty_cache(

@@ -1,160 +1,151 @@
 """The CPU backend: float32 activations, int8 or bfloat16 weights, a bfloat16 cache.
 
-Every result is a function of its own row alone, bit by bit (see `workers.tiles` and
-`workers.kernels`).
+numba kernels over torch's memory, on as many threads as numba is set to. Every result is a function
+of its own row alone, bit by bit (see `workers.tiles` and `workers.kernels`). Everything a kernel is
+given is contiguous: numba compiles each memory layout on its own, and two layouts need not round
+alike, so a view that is contiguous for one token and not for two would depend on its company.
 """
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from numba import get_num_threads, set_num_threads
 
 from quant.architecture import Architecture
-from workers import kernels, tiles
-from workers.backend import KVCache, Linear, LinearWeights, StepBatch, TorchBackend
+from quant.int8 import PACK_N
+from workers import kernels, matmul, tiles
+from workers.backend import (
+    Attention,
+    Heads,
+    KVCache,
+    Linear,
+    LinearWeights,
+    StepBatch,
+    TorchBackend,
+)
 
-# Elementary operations below which starting and joining threads costs more than it saves.
-_WORTH_A_THREAD = 100_000
+_NO_GAIN = np.empty(0, np.float32)
 
 
 class CpuBackend(TorchBackend):
-    """numba kernels over torch's memory, on as many threads as numba is set to when it is built."""
+    """See the module's text."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
-        self._num_threads = get_num_threads()
-
-    def _run(self, num_operations: int, kernel: Callable[..., None], *arguments: Any) -> None:
-        """Call a kernel, on one thread where it is done before a second one would have started."""
-        if num_operations > _WORTH_A_THREAD:
-            kernel(*arguments)
-            return
-        set_num_threads(1)
-        kernel(*arguments)
-        set_num_threads(self._num_threads)
 
     def linear(self, weights: LinearWeights) -> Linear:
         """Prepare an int8 or bfloat16 linear over the weights where they lie."""
-        weight_NK = _pad_inputs(weights.weight_NK)
-        bias_N = np.empty(0, np.float32) if weights.bias_N is None else weights.bias_N.numpy()
-        num_outputs, padded_inputs = weight_NK.shape
-        if weights.scale_N is None:
-            bits_NK = weight_NK.view(torch.uint16).numpy()
+        return _Bf16Linear(weights) if weights.scale_N is None else _Int8Linear(weights)
 
-            def bf16_linear(x_TK: torch.Tensor) -> torch.Tensor:
-                x = _array(_pad_inputs(x_TK.bfloat16().float()))
-                out_TN = torch.empty(x_TK.shape[0], num_outputs)
-                self._run(
-                    num_outputs * x.size // 8, tiles.matmul_bf16, x, bits_NK, bias_N, out_TN.numpy()
-                )
-                return out_TN
-
-            return bf16_linear
-        codes_NK, scale_N = weight_NK.numpy(), weights.scale_N.numpy()
-
-        def int8_linear(x_TK: torch.Tensor) -> torch.Tensor:
-            codes_TK = np.empty((x_TK.shape[0], padded_inputs), np.int16)
-            scale_T = np.empty(x_TK.shape[0], np.float32)
-            self._run(
-                x_TK.numel(),
-                kernels.quantize_rows,
-                _array(x_TK),
-                weights.max_code,
-                codes_TK,
-                scale_T,
-            )
-            out_TN = torch.empty(x_TK.shape[0], num_outputs)
-            self._run(
-                num_outputs * codes_TK.size // 16,
-                tiles.matmul_int8,
-                codes_TK,
-                scale_T,
-                codes_NK,
-                scale_N,
-                bias_N,
-                out_TN.numpy(),
-            )
-            return out_TN
-
-        return int8_linear
-
-    def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-        """X / rms(x) * gain over the last dimension."""
-        out = torch.empty(x.shape)
-        heads = (x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1])
-        self._run(
-            x.numel(),
-            kernels.rms_norm,
-            _array(x.reshape(heads)),
-            gain.numpy(),
-            eps,
-            out.view(heads).numpy(),
-        )
-        return out
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up."""
-        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        self._run(4 * out.numel(), kernels.silu_mul, _array(gate_up), out.numpy())
-        return out
-
-    def rotate(self, x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Apply rotary embeddings."""
-        out_THD = torch.empty(x_THD.shape)
-        self._run(
-            x_THD.numel(), kernels.rotate, _array(x_THD), _array(cos), _array(sin), out_THD.numpy()
-        )
-        return out_THD
+    def attention(self, heads: Heads) -> Attention:
+        """Prepare a layer's attention."""
+        return _CpuAttention(heads)
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
         """Allocate a bfloat16 cache, heads padded to a whole number of tile steps."""
-        head_dim = architecture.head_dim + _missing(architecture.head_dim)
-        padded = replace(architecture, head_dim=head_dim)
+        padded = replace(architecture, head_dim=_padded(architecture.head_dim, tiles.TILE_K))
         return TorchBackend(torch.bfloat16).new_cache(padded, num_rows, max_len)
 
-    def store(
-        self, cache: KVCache, layer: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, batch: StepBatch
-    ) -> None:
-        """Write the pass's keys and values, rounded to bfloat16."""
-        keys, values = _bits(cache.keys[layer]), _bits(cache.values[layer])
-        rows, positions = _array(batch.rows), _array(batch.positions)
-        kernels.store(keys, values, _array(k_TGD), _array(v_TGD), rows, positions)
 
-    def attend(
-        self, q_THD: torch.Tensor, cache: KVCache, layer: int, batch: StepBatch, window: int
-    ) -> torch.Tensor:
-        """Causal attention of each token over its own row's length."""
-        head_dim = q_THD.shape[2]
-        q_THD = _pad_inputs(q_THD)
-        out_THD = torch.empty(q_THD.shape)
-        work = int(batch.positions.sum()) * q_THD.shape[1] * q_THD.shape[2] // 4
-        stride = _coprime_stride(q_THD.shape[0] * cache.keys.shape[2])
-        self._run(
-            work,
-            kernels.attend,
-            _array(q_THD),
-            _bits(cache.keys[layer]),
-            _bits(cache.values[layer]),
-            _array(batch.rows),
-            _array(batch.positions),
-            window,
-            np.float32(1 / math.sqrt(head_dim)),
-            stride,
-            out_THD.numpy(),
+class _CpuAttention:
+    def __init__(self, heads: Heads) -> None:
+        self._layer, self._window, self._head_dim = heads.layer, heads.window, heads.head_dim
+        self._factor = np.float32(1 / math.sqrt(heads.head_dim))
+        self._q_gain = _NO_GAIN if heads.q_gain is None else _array(heads.q_gain)
+        self._k_gain = _NO_GAIN if heads.k_gain is None else _array(heads.k_gain)
+        self._eps, self._cos, self._sin = heads.eps, _array(heads.cos), _array(heads.sin)
+
+    def __call__(self, qkv_TJ: torch.Tensor, cache: KVCache, batch: StepBatch) -> torch.Tensor:
+        qkv, keys, values = _array(qkv_TJ), _bits(cache.keys), _bits(cache.values)
+        rows, positions = _array(batch.rows), _array(batch.positions)
+        num_kv_heads, padded_dim = keys.shape[2], keys.shape[4]
+        num_heads = qkv.shape[1] // self._head_dim - 2 * num_kv_heads
+        q_THP = np.empty((len(qkv), num_heads, padded_dim), np.float32)
+        kernels.prepare_heads(
+            qkv,
+            self._q_gain,
+            self._k_gain,
+            self._eps,
+            self._cos,
+            self._sin,
+            rows,
+            positions,
+            self._layer,
+            keys,
+            values,
+            q_THP,
         )
-        return out_THD[:, :, :head_dim]
+        out_THP = np.empty_like(q_THP)
+        kernels.attend(
+            q_THP, rows, positions, self._layer, keys, values, self._window, self._factor, out_THP
+        )
+        out_TJ = out_THP[:, :, : self._head_dim].reshape(len(qkv), num_heads * self._head_dim)
+        return torch.from_numpy(out_TJ)
+
+
+class _CpuLinear(ABC):
+    num_outputs: int
+
+    @abstractmethod
+    def _run(self, x_TK: np.ndarray, out_TN: np.ndarray, *, add: bool) -> None:
+        """Set out to the outputs for x, or add them to it."""
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        out_TN = np.empty((len(x_TK), self.num_outputs), np.float32)
+        self._run(_array(x_TK), out_TN, add=False)
+        return torch.from_numpy(out_TN)
+
+    def of_norm(self, x_TK: torch.Tensor, gain_K: torch.Tensor, eps: float) -> torch.Tensor:
+        x = _array(x_TK)
+        normed_TK = np.empty_like(x)
+        kernels.rms_norm(x, _array(gain_K), eps, normed_TK)
+        out_TN = np.empty((len(x), self.num_outputs), np.float32)
+        self._run(normed_TK, out_TN, add=False)
+        return torch.from_numpy(out_TN)
+
+    def add_to_(self, x_TN: torch.Tensor, h_TK: torch.Tensor) -> None:
+        self._run(_array(h_TK), x_TN.numpy(), add=True)
+
+    def add_silu_to_(self, x_TN: torch.Tensor, gate_up_TJ: torch.Tensor) -> None:
+        gate_up = _array(gate_up_TJ)
+        h_TK = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
+        kernels.silu_mul(gate_up, h_TK)
+        self._run(h_TK, x_TN.numpy(), add=True)
+
+
+class _Int8Linear(_CpuLinear):
+    def __init__(self, weights: LinearWeights) -> None:
+        assert weights.scale_N is not None
+        self.num_outputs = len(weights.scale_N)
+        self._weight = weights.weight.contiguous()  # Kept alive for its address.
+        self._address = self._weight.data_ptr()
+        self._scale = _padded_vector(weights.scale_N, self.num_outputs)
+        self._bias = _padded_vector(weights.bias_N, self.num_outputs)
+        self._max_code = weights.max_code
+
+    def _run(self, x_TK: np.ndarray, out_TN: np.ndarray, *, add: bool) -> None:
+        matmul.linear_int8(
+            x_TK, self._max_code, self._address, self._scale, self._bias, add, out_TN
+        )
+
+
+class _Bf16Linear(_CpuLinear):
+    def __init__(self, weights: LinearWeights) -> None:
+        self.num_outputs, num_inputs = weights.weight.shape
+        missing = _padded(num_inputs, tiles.TILE_K) - num_inputs
+        self._weight_NK = weights.weight.contiguous()
+        if missing:
+            self._weight_NK = torch.nn.functional.pad(self._weight_NK, (0, missing))
+        self._bias = _padded_vector(weights.bias_N, self.num_outputs)
+
+    def _run(self, x_TK: np.ndarray, out_TN: np.ndarray, *, add: bool) -> None:
+        matmul.linear_bf16(x_TK, _bits(self._weight_NK), self._bias, add, out_TN)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor as numpy sees it, always contiguous.
-
-    numba compiles each memory layout on its own, and two layouts need not round alike: a view that is
-    contiguous for one token and not for two would make a token's result depend on its company.
-    """
+    """The tensor as numpy sees it, always contiguous."""
     return tensor.contiguous().numpy()
 
 
@@ -163,20 +154,14 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint16).numpy()
 
 
-def _missing(size: int) -> int:
-    """How many zeros a dimension lacks to a whole number of tile steps."""
-    return -size % tiles.TILE_K
+def _padded(size: int, step: int) -> int:
+    """The size rounded up to a whole number of steps."""
+    return -(-size // step) * step
 
 
-def _pad_inputs(x: torch.Tensor) -> torch.Tensor:
-    """Zeros up to a whole number of tile steps; the tensor itself where none are missing."""
-    missing = _missing(x.shape[-1])
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
-
-
-def _coprime_stride(count: int) -> int:
-    """A step near the golden section of `count` that visits every item once."""
-    stride = max(1, int(count * 0.618))
-    while math.gcd(stride, count) != 1:
-        stride += 1
-    return stride
+def _padded_vector(vector: torch.Tensor | None, size: int) -> np.ndarray:
+    """A float32 copy [size, rounded up to PACK_N] with zeros behind, and where there is none."""
+    padded = np.zeros(_padded(size, PACK_N), np.float32)
+    if vector is not None:
+        padded[:size] = vector.float().numpy()
+    return padded

@@ -4,7 +4,8 @@ Its only inputs are ragged passes (`StepBatch`): prefill, plain decoding and ver
 call with more or fewer tokens a row. It knows neither families nor devices; the checkpoint's
 architecture and the backend decide.
 
-Legend: T tokens, n tokens with logits, V vocabulary, H query heads, G key/value heads, D head size.
+Legend: T tokens, n tokens with logits, V vocabulary, C model width, J width of a fused projection,
+D head size.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,16 @@ from quant.architecture import Architecture
 from quant.config import Precision
 from quant.convert import Piece, to_torch
 from quant.int8 import MAX_CODE, dequantize_rows, max_activation_code
-from workers.backend import Backend, KVCache, Linear, LinearWeights, StepBatch, TorchBackend
+from workers.backend import (
+    Attention,
+    Backend,
+    Heads,
+    KVCache,
+    Linear,
+    LinearWeights,
+    StepBatch,
+    TorchBackend,
+)
 from workers.cpu import CpuBackend
 
 
@@ -24,13 +34,11 @@ from workers.cpu import CpuBackend
 class _Layer:
     input_norm: torch.Tensor
     post_norm: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
     qkv: Linear
+    attention: Attention
     o: Linear
     gate_up: Linear
     down: Linear
-    window: int
 
 
 class TargetModel:
@@ -56,21 +64,29 @@ class TargetModel:
         head = "head" if "head.weight" in outer else "embeddings"
         head_code = max_activation_code(architecture.hidden_size)
         self._head = _linear(outer, head, backend, head_code)
+        cos, sin = _rotary_table(architecture, max_len, backend)
         self._layers = [
             _Layer(
                 input_norm=_tensor(piece, "input_norm", backend),
                 post_norm=_tensor(piece, "post_norm", backend),
-                q_norm=_optional(piece, "q_norm", backend),
-                k_norm=_optional(piece, "k_norm", backend),
                 qkv=_linear(piece, "qkv", backend),
+                attention=backend.attention(
+                    Heads(
+                        layer=index,
+                        window=window,
+                        q_gain=_optional(piece, "q_norm", backend),
+                        k_gain=_optional(piece, "k_norm", backend),
+                        eps=architecture.norm_eps,
+                        cos=cos,
+                        sin=sin,
+                    )
+                ),
                 o=_linear(piece, "o", backend),
                 gate_up=_linear(piece, "gate_up", backend),
                 down=_linear(piece, "down", backend),
-                window=window,
             )
-            for piece, window in zip(layers, architecture.windows, strict=True)
+            for index, (piece, window) in enumerate(zip(layers, architecture.windows, strict=True))
         ]
-        self._cos, self._sin = _rotary_table(architecture, max_len, backend)
 
     def new_cache(self, num_rows: int, max_len: int) -> KVCache:
         """A cache for `num_rows` rows of at most `max_len` positions."""
@@ -82,16 +98,15 @@ class TargetModel:
         Returns:
             Logits [n, V] of the tokens `batch.logit_indices` names, in the backend's dtype.
         """
-        backend, eps = self.backend, self.architecture.norm_eps
+        eps = self.architecture.norm_eps
         x_TC = self._embed(batch.token_ids)
-        rotation = self._cos[batch.positions], self._sin[batch.positions]
-        for index, layer in enumerate(self._layers):
-            h_TC = backend.rms_norm(x_TC, layer.input_norm, eps)
-            x_TC = x_TC + layer.o(self._attention(h_TC, layer, index, rotation, batch, cache))
-            h_TC = backend.rms_norm(x_TC, layer.post_norm, eps)
-            x_TC = x_TC + layer.down(backend.silu_mul(layer.gate_up(h_TC)))
-        x_nC = backend.rms_norm(x_TC[batch.logit_indices], self._final_norm, eps)
-        return self._head(x_nC)
+        for layer in self._layers:
+            qkv_TJ = layer.qkv.of_norm(x_TC, layer.input_norm, eps)
+            mixed_TJ = layer.attention(qkv_TJ, cache, batch)
+            layer.o.add_to_(x_TC, mixed_TJ)
+            gate_up_TJ = layer.gate_up.of_norm(x_TC, layer.post_norm, eps)
+            layer.down.add_silu_to_(x_TC, gate_up_TJ)
+        return self._head.of_norm(x_TC[batch.logit_indices], self._final_norm, eps)
 
     def warm_up(self) -> None:
         """Run a small pass, so that kernels are compiled before the first row is timed."""
@@ -104,26 +119,6 @@ class TargetModel:
         if self._embedding_scale is None:
             return rows.to(self.backend.dtype)
         return dequantize_rows(rows, self._embedding_scale[token_ids]).to(self.backend.dtype)
-
-    def _attention(
-        self,
-        h_TC: torch.Tensor,
-        layer: _Layer,
-        index: int,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        batch: StepBatch,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        a, backend = self.architecture, self.backend
-        heads = layer.qkv(h_TC).view(len(h_TC), -1, a.head_dim)
-        q_THD, k_TGD, v_TGD = heads.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_THD = backend.rms_norm(q_THD, layer.q_norm, a.norm_eps)
-            k_TGD = backend.rms_norm(k_TGD, layer.k_norm, a.norm_eps)
-        backend.store(cache, index, backend.rotate(k_TGD, *rotation), v_TGD, batch)
-        q_THD = backend.rotate(q_THD, *rotation)
-        mixed_THD = backend.attend(q_THD, cache, index, batch, layer.window)
-        return mixed_THD.reshape(len(h_TC), -1)
 
 
 def build_backend(precision: Precision) -> Backend:
@@ -146,7 +141,7 @@ def _optional(piece: Piece, name: str, backend: Backend) -> torch.Tensor | None:
 def _linear(piece: Piece, name: str, backend: Backend, max_code: int = MAX_CODE) -> Linear:
     return backend.linear(
         LinearWeights(
-            weight_NK=_tensor(piece, f"{name}.weight", backend),
+            weight=_tensor(piece, f"{name}.weight", backend),
             scale_N=_optional(piece, f"{name}.scale", backend),
             bias_N=_optional(piece, f"{name}.bias", backend),
             max_code=max_code,

@@ -1,0 +1,109 @@
+"""Matrix products for the CPU: the register tiles driven by numba over all tokens and outputs.
+
+Legend: M tokens, N outputs, K inputs.
+"""
+
+import numpy as np
+from numba import prange
+
+from quant.int8 import PACK_K, PACK_N
+from workers import kernels, tiles
+from workers.jit import inlined, kernel, parallel_kernel
+
+_TILE_M, _TILE_N = tiles.TILE_M, tiles.TILE_N
+_BLOCK_M, _BLOCK_N = 64, 64
+_int8_1, _int8_2, _int8_3, _int8_4 = tiles.int8_tiles
+_float_1, _float_4 = tiles.float_tiles[0], tiles.float_tiles[3]
+_HALF = tiles.int8_outputs(_TILE_M)
+assert tiles.int8_outputs(2) == PACK_N
+assert 2 * _HALF == PACK_N
+
+
+@inlined()
+def _int8_sums(rows, x, w, size_k, sums):  # type: ignore[no-untyped-def]
+    """Sums of `rows` (1 to 4) tokens with the PACK_N outputs of a block."""
+    if rows == 1:
+        _int8_1(x, w, size_k, sums)
+    elif rows == 2:
+        _int8_2(x, w, size_k, sums)
+    else:
+        for half in range(0, PACK_N, _HALF):
+            if rows == 3:
+                _int8_3(x, w + half * 4, size_k, sums + half * 4)
+            else:
+                _int8_4(x, w + half * 4, size_k, sums + half * 4)
+
+
+@parallel_kernel()
+def matmul_int8(x_MK, x_scale_M, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
+    """Set out = (x @ w.T) * w_scale * x_scale + bias, the sums exact in int32; or add that to out.
+
+    int16 codes [M, K] with float32 scales [M]; the address of packed int8 weights; float32 scales and
+    biases [N rounded up to PACK_N]; float32 out [M, N]. K must be a multiple of PACK_K.
+    """
+    M, K = x_MK.shape
+    N = out_MN.shape[1]
+    for block in prange(w_scale_N.size // PACK_N):
+        sums = np.empty((_TILE_M, PACK_N), np.int32)
+        n0 = block * PACK_N
+        num_n = min(PACK_N, N - n0)
+        scale, bias = w_scale_N[n0 : n0 + PACK_N], bias_N[n0 : n0 + PACK_N]
+        for m0 in range(0, M, _TILE_M):
+            rows = min(_TILE_M, M - m0)
+            x = x_MK.ctypes.data + m0 * K * 2
+            _int8_sums(rows, x, w + n0 * K, K, sums.ctypes.data)
+            for i in range(rows):
+                out = out_MN[m0 + i, n0 : n0 + num_n]
+                x_scale = x_scale_M[m0 + i]
+                for j in range(num_n):
+                    y = np.float32(sums[i, j]) * scale[j] * x_scale + bias[j]
+                    out[j] = out[j] + y if add else y
+
+
+@parallel_kernel()
+def matmul_bf16(x_MK, w_NK, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
+    """Set out = x @ w.T + bias for float32 x [M, K] and bfloat16 (as uint16) w [N, K]; or add that.
+
+    float32 bias [N]; float32 out [M, N]. K must be a multiple of tiles.TILE_K, N at least 2.
+    """
+    M, K = x_MK.shape
+    N = w_NK.shape[0]
+    x, w = x_MK.ctypes.data, w_NK.ctypes.data
+    for block in prange((N + _BLOCK_N - 1) // _BLOCK_N):
+        sums = np.empty(_TILE_M * _TILE_N, np.float32)
+        for m_block in range(0, M, _BLOCK_M):
+            m_end = min(M, m_block + _BLOCK_M)
+            for n_at in range(block * _BLOCK_N, min(N, (block + 1) * _BLOCK_N), _TILE_N):
+                n0 = min(n_at, N - _TILE_N)  # Of an odd number the last but one is summed again.
+                m0 = m_block
+                while m0 < m_end:
+                    if m_end - m0 >= _TILE_M:
+                        rows = _TILE_M
+                        _float_4(x + m0 * K * 4, w + n0 * K * 2, K, sums.ctypes.data)
+                    else:
+                        rows = 1
+                        _float_1(x + m0 * K * 4, w + n0 * K * 2, K, sums.ctypes.data)
+                    for i in range(rows):
+                        for j in range(n_at - n0, _TILE_N):
+                            m, n = m0 + i, n0 + j
+                            y = sums[i * _TILE_N + j] + bias_N[n]
+                            out_MN[m, n] = out_MN[m, n] + y if add else y
+                    m0 += rows
+
+
+@kernel()
+def linear_int8(x_MK, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
+    """Quantize float32 x [M, K] row by row, then as `matmul_int8`."""
+    M, K = x_MK.shape
+    codes_MK = np.empty((M, (K + PACK_K - 1) // PACK_K * PACK_K), np.int16)
+    scale_M = np.empty(M, np.float32)
+    kernels.quantize_rows(x_MK, max_code, codes_MK, scale_M)
+    matmul_int8(codes_MK, scale_M, w, w_scale_N, bias_N, add, out_MN)
+
+
+@kernel()
+def linear_bf16(x_MK, w_NK, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
+    """Round float32 x [M, K] to bfloat16, then as `matmul_bf16`."""
+    rounded_MK = np.empty((x_MK.shape[0], w_NK.shape[1]), np.float32)
+    kernels.round_rows(x_MK, rounded_MK)
+    matmul_bf16(rounded_MK, w_NK, bias_N, add, out_MN)
