@@ -7,7 +7,9 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,16 +39,21 @@ class _Model:
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Run the main job; returns the exit code. Raises InputError or CheckpointError before Ray starts."""
+    """Run the main job; returns the exit code. Raises InputError or CheckpointError for bad input."""
     config = parse_run(arguments)
     started = time.monotonic()
     for uri in config.input:
         check_source(uri)
     _check_output(config)
-    model = _open_model(config)
-    storage.write_atomic(storage.join(config.output, "config.yaml"), config.to_yaml().encode())
-    _start_ray()
+    folder = find_checkpoint(config.model).resolve()
     try:
+        with ThreadPoolExecutor(
+            1
+        ) as aside:  # Either takes seconds, Ray's mostly in other processes.
+            opening = aside.submit(_open_model, folder)
+            _start_ray()
+            model = opening.result()
+        storage.write_atomic(storage.join(config.output, "config.yaml"), config.to_yaml().encode())
         _run(config, model, started)
     finally:
         ray.shutdown()
@@ -130,8 +137,8 @@ def _check_output(config: RunConfig) -> None:
         )
 
 
-def _open_model(config: RunConfig) -> _Model:
-    checkpoint = open_checkpoint(find_checkpoint(config.model).resolve())
+def _open_model(folder: Path) -> _Model:
+    checkpoint = open_checkpoint(folder)
     return _Model(checkpoint, load_tokenizer(checkpoint.folder))
 
 

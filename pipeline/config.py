@@ -20,7 +20,7 @@ class DataConfig(BaseModel):
     rows_per_shard: int = Field(
         256,
         ge=1,
-        description="Rows of a full shard. A file's first shards are smaller (16, 32, 64, ...), so "
+        description="Rows of a full shard. A file's first shards are smaller (8, 16, 32, ...), so "
         "that the first parts are there early.",
     )
 

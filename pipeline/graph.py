@@ -7,13 +7,13 @@ file.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import ray
-from ray.data import ActorPoolStrategy, DataContext
+from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline.admission import Admission
 from pipeline.config import RunConfig
@@ -62,7 +62,7 @@ def write_plan(config: RunConfig, admission: Admission) -> Plan:
         num_cpus=0.5,
     )
     shards = []
-    for row in written.iter_rows():
+    for row in _rows(written):
         if row["error"]:
             raise InputError(row["error"])
         shards.append((Shard(**json.loads(row["shard"])), schema_from_json(row["schema"])))
@@ -96,9 +96,18 @@ def run_shards(
         num_cpus=threads - 0.5,
         runtime_env={"env_vars": worker_environment(threads)},
     )
-    for row in committed.iter_rows():
+    for row in _rows(committed):
         stats = AcceptanceStats(**row["report"].pop("stats"))
         yield PartReport(**row["report"], stats=stats)
+
+
+def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    """Rows as their blocks come; by itself Ray Data holds each block back until the next is there."""
+    tables: Iterable[Any] = dataset.iter_batches(
+        batch_size=None, batch_format="pyarrow", prefetch_batches=0
+    )
+    for table in tables:
+        yield from table.to_pylist()
 
 
 class _ShardActor:

@@ -22,7 +22,7 @@ from pipeline.errors import InputError
 from pipeline.schema import plan_table, schema_from_json, schema_to_json, unify_carried
 from pipeline.sources import column_types, read_rows
 
-_FIRST_SHARD_ROWS = 16
+_FIRST_SHARD_ROWS = 8
 
 
 @dataclass(frozen=True)
