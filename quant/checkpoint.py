@@ -12,7 +12,6 @@ from quant.architecture import Architecture, read_architecture
 from quant.errors import CheckpointError
 
 HEAD, EMBEDDINGS, FINAL_NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 @dataclass(frozen=True)
@@ -40,27 +39,6 @@ class Checkpoint:
                 with path.open("rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
-
-
-def find_checkpoint(model: str) -> Path:
-    """Resolve a folder or a hub id to a local folder; raises CheckpointError if there is none."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise CheckpointError(f"{model}: is a file; give the folder of a Hugging Face checkpoint")
-    if model.count("/") > 1 or model.startswith((".", "/", "~")):
-        raise CheckpointError(f"{model}: no such folder")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"{model}: no such folder, and not to be had from the model hub ({reason})"
-        ) from error
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -55,6 +55,14 @@ class FakeCache:
     tokens: list[list[int]]
     nbytes: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    def copy_prefix_(self, source: int, target: int, length: int) -> None:
+        assert length <= len(self.tokens[source]), "copied what was never written"
+        self.tokens[target] = self.tokens[source][:length]
+
 
 class FakeTarget:
     """A target whose logits are a function of the tokens that its cache holds.

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import jobs.generate
+import jobs.run
 from jobs.__main__ import main
 from jobs.cli import parse_run
 from tests.conftest import run_jobs
@@ -361,16 +362,19 @@ def assert_one_line(stderr: str, *named: str) -> None:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `generate`, which must refuse with exit code 2 before Ray or a model is touched."""
+    """Runs `generate`, which must refuse with exit code 2, before Ray starts unless told otherwise."""
+    starts: list[None] = []
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(jobs.generate, "_start_ray", unreachable)
-    monkeypatch.setattr(jobs.generate, "convert_to_store", unreachable)
+    monkeypatch.setattr(jobs.generate, "_start_ray", lambda: starts.append(None))
+    monkeypatch.setattr(jobs.run, "convert_to_store", unreachable)
 
-    def check(*arguments: Any, named: tuple[str, ...]) -> None:
+    def check(*arguments: Any, named: tuple[str, ...], ray_starts: bool = False) -> None:
+        starts.clear()
         assert main(["generate", *map(str, arguments)]) == 2
+        assert bool(starts) == ray_starts
         captured = capsys.readouterr()
         assert captured.out == ""
         assert_one_line(captured.err, *named)
@@ -397,7 +401,8 @@ def test_bad_input_is_refused_early(
     refused("--model", tmp_path / "none", *rest, named=(str(tmp_path / "none"), "no such folder"))
     refused("--model", one_prompt, *rest, named=(str(one_prompt), "file"))
     (tmp_path / "empty").mkdir()
-    refused("--model", tmp_path / "empty", *rest, named=(str(tmp_path / "empty"), "config.json"))
+    empty = tmp_path / "empty"
+    refused("--model", empty, *rest, named=(str(empty), "config.json"), ray_starts=True)
     table = tmp_path / "a.csv"
     table.write_text("prompt\n", encoding="utf-8")
     refused(*good, "--input", table, named=(str(table), ".parquet"))
@@ -410,7 +415,7 @@ def test_a_model_without_tokenizer_is_refused(
     model = tmp_path / "model"
     shutil.copytree(tiny_checkpoint, model, ignore=shutil.ignore_patterns("tokenizer*"))
     rest = ("--input", one_prompt, "--output", tmp_path / "out")
-    refused("--model", model, *rest, named=(str(model), "tokenizer"))
+    refused("--model", model, *rest, named=(str(model), "tokenizer"), ray_starts=True)
 
 
 def test_a_relative_output_inside_a_ray_job_is_refused(

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quant.architecture import read_architecture
-from quant.checkpoint import find_checkpoint, open_checkpoint
+from quant.checkpoint import open_checkpoint
 from quant.errors import CheckpointError
+from quant.hub import find_checkpoint
 from tests.tiny import (
     convert_all,
     edit_config,

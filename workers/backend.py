@@ -101,6 +101,12 @@ class KVCache:
         """Bytes asked for (untouched pages take none)."""
         return self.keys.nbytes + self.values.nbytes
 
+    def copy_prefix_(self, source: int, target: int, length: int) -> None:
+        """Give one row the first `length` positions of another."""
+        if source != target:
+            for part in (self.keys, self.values):
+                part[:, target, :, :length] = part[:, source, :, :length]
+
 
 @dataclass(frozen=True)
 class StepBatch:

@@ -15,6 +15,7 @@ import torch
 from workers.acceptance import accept
 from workers.backend import StepBatch
 from workers.model import TargetModel
+from workers.prefix import PrefixCache
 from workers.proposer import Draft, ProposerFactory
 from workers.request import Completion, Request
 from workers.row import Row
@@ -66,6 +67,7 @@ class Engine:
         self._new_proposer = proposer_factory
         self._detokenizer = detokenizer
         self._cache = model.new_cache(limits.max_num_seqs, limits.max_model_len)
+        self._prefixes = PrefixCache(self._cache)
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._waiting: deque[Request] = deque()
         self._rows: list[Row] = []
@@ -158,7 +160,8 @@ class Engine:
                 draft = row.propose(self._limits.num_spec_tokens)
                 tokens = [row.token_ids[-1], *draft.token_ids]
                 windows.append(_Window(row, tokens, len(tokens), draft))
-            elif budget > 0:
+            elif budget > 0 and self._prefixes.start(row):
+                pending = row.pending_prompt
                 chunk = pending[:budget]
                 budget -= len(chunk)
                 windows.append(_Window(row, chunk, int(len(chunk) == len(pending)), Draft()))

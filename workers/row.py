@@ -64,6 +64,11 @@ class Row:
         return self.token_ids[self.num_cached :] if self.num_cached < self._num_prompt else []
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether prompt tokens are still to be computed."""
+        return not self.is_finished and self.num_cached < self._num_prompt
+
+    @property
     def is_finished(self) -> bool:
         """Whether the row has its answer, or the reason why it has none."""
         return self._end is not None or self._error is not None
@@ -98,8 +103,9 @@ class Row:
         self.num_cached = len(self.token_ids) - 1
 
     def fail(self, error: Exception) -> None:
-        """End the row without an answer."""
+        """End the row without an answer; its part of the cache is of no use to others."""
         self._error = error
+        self.num_cached = 0
 
     def complete(self, detokenizer: Detokenizer, num_spec_tokens: int, now: float) -> Completion:
         """The row's completion; only for a finished row."""

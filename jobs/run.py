@@ -1,0 +1,143 @@
+"""The main job from an opened model to the last part: one plan, one conversion, all shards committed."""
+
+import importlib.metadata
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pipeline.admission import Admission, load_tokenizer
+from pipeline.config import RunConfig
+from pipeline.graph import GenerateSettings, run_shards, write_plan
+from pipeline.parts import Provenance, pending_shards, read_report
+from pipeline.plan import Plan
+from pipeline.schema import schema_to_json
+from pipeline.summary import Summary, write_summary
+from quant.checkpoint import Checkpoint, open_checkpoint
+from quant.store import WeightsRef, convert_to_store
+from workers.actor import WorkerSettings
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint that was found usable, with its tokenizer."""
+
+    checkpoint: Checkpoint
+    tokenizer: Any
+
+
+def open_model(folder: Path) -> Model:
+    """Check a model's folder; raises InputError or CheckpointError with the reason."""
+    checkpoint = open_checkpoint(folder)
+    return Model(checkpoint, load_tokenizer(checkpoint.folder))
+
+
+def run(config: RunConfig, model: Model, started: float) -> None:
+    """Plan, convert, generate and sum up; Ray is running. `started`: when the job did (monotonic)."""
+    weights = convert_to_store(model.checkpoint, config.quant)
+    limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
+    admission = Admission(model.tokenizer, config.sampling, limit)
+    plan = Plan.load(config.output) or write_plan(config, admission)
+    names = [shard.name for shard in plan.shards]
+    pending = pending_shards(config.output, names)
+    total, fresh = Summary(), Summary()
+    for name in sorted(set(names) - set(pending)):
+        total = total.add(read_report(config.output, name))
+    _say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
+    first_part_after = None
+    if pending:
+        weights.wait()
+        settings = _settings(config, model, plan, weights)
+        for report in run_shards(pending, weights, settings, config):
+            total, fresh = total.add(report), fresh.add(report)
+            first_part_after = first_part_after or time.monotonic() - started
+            _say(
+                f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
+                f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
+            )
+    run = _describe_run(config, weights, fresh, first_part_after)
+    write_summary(config.output, total, run)
+    print(format_summary(total.to_dict() | run))
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    """The run in a few lines for people."""
+    length, rate = summary["mean_acceptance_length"], summary["draft_acceptance_rate"]
+    drafts = (
+        f"{length:.2f} tokens per drafted step, {rate:.0%} of the drafted tokens accepted"
+        if length is not None and rate is not None
+        else "none drafted"
+    )
+    run = summary["this_run"]
+    lines = {
+        "rows": f"{summary['num_rows']} ({summary['num_samples']} samples, "
+        f"{summary['num_errors']} errors)",
+        "tokens": f"{summary['num_input_tokens']} in, {summary['num_generated_tokens']} out",
+        "drafts": drafts,
+        "speed": f"{run['tokens_per_second']:.0f} tokens/s over {run['generation_seconds']:.1f} s",
+        "output": summary["output"],
+    }
+    return "\n".join(f"{key:>8}  {value}" for key, value in lines.items())
+
+
+def _settings(config: RunConfig, model: Model, plan: Plan, weights: WeightsRef) -> GenerateSettings:
+    packages = ("quasar-batch", "torch", "transformers", "ray", "numba", "pyarrow")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    # Room for the longest row, and for one position at least where every row was refused.
+    max_model_len = max(2, plan.max_total_tokens)
+    return GenerateSettings(
+        output=config.output,
+        sampling=config.sampling,
+        seed=config.seed,
+        provenance=Provenance(
+            model=config.model,
+            weights_digest=weights.digest,
+            config_digest=config.digest(),
+            versions=versions | {"python": platform.python_version()},
+        ),
+        carried=schema_to_json(plan.carried),
+        worker=WorkerSettings(
+            engine=config.engine,
+            quant=config.quant,
+            max_model_len=max_model_len,
+            tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
+            num_threads=_threads_per_worker(config),
+        ),
+    )
+
+
+def _threads_per_worker(config: RunConfig) -> int:
+    """An even share of the cluster's CPUs, at most a whole node's."""
+    if config.cluster.num_cpus_per_worker:
+        return config.cluster.num_cpus_per_worker
+    share = int(ray.cluster_resources().get("CPU", 1)) // config.cluster.num_workers
+    largest = max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
+    return max(1, min(share, largest))
+
+
+def _describe_run(
+    config: RunConfig, weights: WeightsRef, fresh: Summary, first_part_after: float | None
+) -> dict[str, Any]:
+    return {
+        "model": config.model,
+        "precision": config.quant.precision,
+        "proposer": config.engine.proposer,
+        "weights_digest": weights.digest,
+        "config_digest": config.digest(),
+        "output": config.output,
+        "this_run": {
+            "num_shards": fresh.num_shards,
+            "num_generated_tokens": fresh.num_generated_tokens,
+            "generation_seconds": round(fresh.seconds, 3),
+            "tokens_per_second": round(fresh.tokens_per_second, 1),
+            "first_part_after_seconds": first_part_after and round(first_part_after, 1),
+        },
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
