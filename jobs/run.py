@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import ray
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.config import RunConfig
 from pipeline.graph import GenerateSettings, run_shards, write_plan
-from pipeline.parts import Provenance, pending_shards, read_report
+from pipeline.parts import PartReport, Provenance, pending_shards, read_report
 from pipeline.plan import Plan
 from pipeline.schema import schema_to_json
 from pipeline.summary import Summary, write_summary
@@ -49,19 +50,29 @@ def run(config: RunConfig, model: Model, started: float) -> None:
         total = total.add(read_report(config.output, name))
     _say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
     first_part_after = None
-    if pending:
-        weights.wait()
-        settings = _settings(config, model, plan, weights)
-        for report in run_shards(pending, weights, settings, config):
-            total, fresh = total.add(report), fresh.add(report)
-            first_part_after = first_part_after or time.monotonic() - started
-            _say(
-                f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
-                f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
-            )
+    for report in _generate(config, model, plan, weights, pending):
+        total, fresh = total.add(report), fresh.add(report)
+        first_part_after = first_part_after or time.monotonic() - started
+        _say(
+            f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
+            f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
+        )
     run = _describe_run(config, weights, fresh, first_part_after)
     write_summary(config.output, total, run)
     print(format_summary(total.to_dict() | run))
+
+
+def _generate(
+    config: RunConfig, model: Model, plan: Plan, weights: WeightsRef, pending: list[str]
+) -> Iterator[PartReport]:
+    """Generate the pending shards; raises CheckpointError if the weights turn out unusable."""
+    if not pending:
+        return
+    try:
+        yield from run_shards(pending, weights, _settings(config, model, plan, weights), config)
+    except Exception:
+        weights.wait()  # Workers start while the conversion runs: if it failed, its error is the one.
+        raise
 
 
 def format_summary(summary: dict[str, Any]) -> str:

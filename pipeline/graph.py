@@ -162,9 +162,9 @@ class _ShardActor:
 
 
 def _quiet() -> None:
-    """Progress is ours to show: no bars, no banner of every execution."""
+    """Progress is ours to show: no bars, no banner of every execution, no error told twice."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    for name in ("ray", "ray.data"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)

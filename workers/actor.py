@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -83,19 +82,15 @@ class Worker:
     """Runs an engine on a background thread; callers submit requests and await completions."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        """Build the engine, on the thread that will run it; raises what building it raises.
+        """Start building the engine, on the thread that will run it; returns at once.
 
         Every thread that runs a kernel gets an OpenMP pool of its own, and once the pools hold more
         threads than there are cores, all of them sleep between kernels.
         """
         self._inbox: queue.SimpleQueue[tuple[Request, _Mailbox]] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}  # By the identity of the request.
-        built: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(build, built), name="engine", daemon=True
-        )
-        self._thread.start()
-        built.result()
+        thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
+        thread.start()
 
     @property
     def device(self) -> str:
@@ -108,7 +103,8 @@ class Worker:
         Call it from a running event loop, which the completions are delivered to.
 
         Raises:
-            RuntimeError: (from the iterator) the engine failed; the worker is of no more use.
+            RuntimeError: (from the iterator) the engine failed or could not be built; the worker is of no
+                more use.
         """
         mailbox = _Mailbox(asyncio.get_running_loop(), asyncio.Queue())
         for request in requests:
@@ -122,14 +118,9 @@ class Worker:
                 raise RuntimeError("the engine failed") from completion
             yield completion
 
-    def _run(self, build: Callable[[], Engine], built: "Future[None]") -> None:
+    def _run(self, build: Callable[[], Engine]) -> None:
         try:
             engine = build()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever constructs the worker
-            built.set_exception(error)
-            return
-        built.set_result(None)
-        try:
             while True:
                 self._take_requests(engine)
                 for completion in engine.step():
