@@ -20,18 +20,24 @@ assert 2 * _HALF == PACK_N
 
 
 @inlined()
-def _int8_sums(rows, x, w, size_k, sums):  # type: ignore[no-untyped-def]
-    """Sums of `rows` (1 to 4) tokens with the PACK_N outputs of a block."""
+def _int8_sums(rows, x, w, size_k, ahead, shift, sums):  # type: ignore[no-untyped-def]
+    """Sums of `rows` (1 to 4) tokens with PACK_N outputs of a block, or the half of them from w on."""
     if rows == 1:
-        _int8_1(x, w, size_k, sums)
+        _int8_1(x, w, size_k, ahead, shift, sums)
     elif rows == 2:
-        _int8_2(x, w, size_k, sums)
+        _int8_2(x, w, size_k, ahead, shift, sums)
+    elif rows == 3:
+        _int8_3(x, w, size_k, ahead, shift, sums)
     else:
-        for half in range(0, PACK_N, _HALF):
-            if rows == 3:
-                _int8_3(x, w + half * 4, size_k, sums + half * 4)
-            else:
-                _int8_4(x, w + half * 4, size_k, sums + half * 4)
+        _int8_4(x, w, size_k, ahead, shift, sums)
+
+
+@inlined()
+def _floor_log2(count):  # type: ignore[no-untyped-def]
+    exponent = 0
+    while 2 << exponent <= count:
+        exponent += 1
+    return exponent
 
 
 @parallel_kernel()
@@ -43,15 +49,24 @@ def matmul_int8(x_MK, x_scale_M, w, w_scale_N, bias_N, add, out_MN):  # type: ig
     """
     M, K = x_MK.shape
     N = out_MN.shape[1]
+    # The next block comes from memory while this one is worked on, an even part with each tile.
+    shift = _floor_log2(1 if M <= 2 else (M + _TILE_M - 1) // _TILE_M * 2)
+    num_parts = 1 << shift
     for block in prange(w_scale_N.size // PACK_N):
         sums = np.empty((_TILE_M, PACK_N), np.int32)
         n0 = block * PACK_N
         num_n = min(PACK_N, N - n0)
+        here, size, tile = w + n0 * K, PACK_N * K, 0
         scale, bias = w_scale_N[n0 : n0 + PACK_N], bias_N[n0 : n0 + PACK_N]
         for m0 in range(0, M, _TILE_M):
             rows = min(_TILE_M, M - m0)
             x = x_MK.ctypes.data + m0 * K * 2
-            _int8_sums(rows, x, w + n0 * K, K, sums.ctypes.data)
+            step = PACK_N if rows <= 2 else _HALF
+            for half in range(0, PACK_N, step):
+                ahead = here + size + tile % num_parts * (size // num_parts)
+                at = sums.ctypes.data + half * 4
+                _int8_sums(rows, x, here + half * PACK_K, K, ahead, shift, at)
+                tile += 1
             for i in range(rows):
                 out = out_MN[m0 + i, n0 : n0 + num_n]
                 x_scale = x_scale_M[m0 + i]

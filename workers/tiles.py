@@ -26,6 +26,7 @@ TILE_M = 4  # Tokens of the largest tile.
 
 _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.FloatType())
 _LANES = 8
+assert TILE_M * TILE_N == _LANES
 _Value = Any  # llvmlite is untyped.
 
 
@@ -58,8 +59,11 @@ def _add_pairs(b: ir.IRBuilder, left: _Value, right: _Value) -> _Value:
     """Sums of neighbouring lanes of two vectors, those of the left one first."""
     lanes = left.type.count
     pick = ir.VectorType(_I32, lanes)
-    even, odd = (ir.Constant(pick, list(range(start, 2 * lanes, 2))) for start in (0, 1))
-    return b.add(b.shuffle_vector(left, right, even), b.shuffle_vector(left, right, odd))
+    even, odd = (
+        b.shuffle_vector(left, right, ir.Constant(pick, list(range(start, 2 * lanes, 2))))
+        for start in (0, 1)
+    )
+    return b.fadd(even, odd) if left.type.element == _F32 else b.add(even, odd)
 
 
 def _widen_bf16(b: ir.IRBuilder, bits: _Value) -> _Value:
@@ -82,16 +86,15 @@ def _index(value: int) -> _Value:
     return ir.Constant(_I64, value)
 
 
-def _sum_lanes(b: ir.IRBuilder, vector: _Value) -> _Value:
-    """Add the lanes of a vector by halving, always in the same order."""
-    lanes = vector.type.count
-    while lanes > 1:
-        lanes //= 2
-        halves = ir.VectorType(_I32, lanes)
-        low = b.shuffle_vector(vector, vector, ir.Constant(halves, list(range(lanes))))
-        high = b.shuffle_vector(vector, vector, ir.Constant(halves, list(range(lanes, 2 * lanes))))
-        vector = b.fadd(low, high)
-    return b.extract_element(vector, ir.Constant(_I32, 0))
+def _sum_lanes(b: ir.IRBuilder, vectors: list[_Value]) -> _Value:
+    """The sums of up to _LANES vectors, in one vector: neighbours first, the same for each of them."""
+    vectors = vectors + [vectors[-1]] * (_LANES - len(vectors))
+    while len(vectors) > 1:
+        vectors = [
+            _add_pairs(b, left, right)
+            for left, right in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
 
 
 class _Loop:
@@ -121,11 +124,12 @@ class _Loop:
 
 
 def _int8_tile(num_m: int) -> Any:
-    """An intrinsic (x, w, K, out): out[m, n] = sum over K of x[m] * w[n], exact in int32.
+    """An intrinsic (x, w, K, ahead, shift, out): out[m, n] = sum over K of x[m] * w[n], exact in int32.
 
     x: address of int16 rows of K items; w: of one block of packed int8 weights (see quant.int8.pack);
     out: of int32 rows of PACK_N items, of which the tile does PACK_N, or half from the addresses given
-    where more would not fit the registers. K is a multiple of PACK_K.
+    where more would not fit the registers. K is a multiple of PACK_K. On its way the tile asks for one
+    in 2 ** shift of as many cache lines as it reads itself, from the address `ahead` on.
     """
     group = _LANES // 2  # Outputs per vector: each has two lanes, for two pairs of inputs.
     num_groups = int8_outputs(num_m) // group
@@ -135,12 +139,12 @@ def _int8_tile(num_m: int) -> Any:
     even, odd = (ir.Constant(halves, list(range(start, 2 * _LANES, 2))) for start in (0, 1))
 
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
-        x, w, size_k, out = args
+        x, w, size_k, ahead, shift, out = args
         loop = _Loop(b, "int8")
         sums = [[loop.zeros(halves) for _ in range(num_groups)] for _ in range(num_m)]
         block = b.add(w, b.mul(loop.index, _index(PACK_N)))
-        # The same cell of the next block: it comes from memory while this one is worked on.
-        _prefetch(b, b.add(block, b.mul(size_k, _index(PACK_N))))
+        line = b.lshr(b.udiv(loop.index, _index(PACK_K)), shift)
+        _prefetch(b, b.add(ahead, b.mul(line, _index(PACK_N * PACK_K))))
         w_wide = [
             b.sext(b.sext(_load(b, b.add(block, _index(16 * g)), weights), codes), wide)
             for g in range(num_groups)
@@ -162,8 +166,8 @@ def _int8_tile(num_m: int) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(_typing: Any, _x: Any, _w: Any, _k: Any, _out: Any) -> Any:
-        return types.void(types.intp, types.intp, types.intp, types.intp), codegen
+    def tile(_typing: Any, _x: Any, _w: Any, _k: Any, _ahead: Any, _shift: Any, _out: Any) -> Any:
+        return types.void(*[types.intp] * 6), codegen
 
     return tile
 
@@ -176,7 +180,8 @@ def int8_outputs(num_m: int) -> int:
 def _float_tile(num_m: int) -> Any:
     """An intrinsic (x, w, K, out): out[m * TILE_N + n] = sum over K of x[m] * w[n].
 
-    x and w are addresses of row-major rows of K items, float32 and bfloat16; K a multiple of TILE_K.
+    x and w are addresses of row-major rows of K items, float32 and bfloat16; K a multiple of TILE_K. out
+    has room for TILE_M * TILE_N items, and what the tile does not compute of them is left undefined.
     """
     vector = ir.VectorType(_F32, _LANES)
 
@@ -202,9 +207,7 @@ def _float_tile(num_m: int) -> Any:
         loop.close(
             TILE_K, size_k, {first[m][n]: sums[m][n] for m in range(num_m) for n in range(TILE_N)}
         )
-        for m in range(num_m):
-            for n in range(TILE_N):
-                _store(b, _sum_lanes(b, sums[m][n]), b.add(out, _index(4 * (m * TILE_N + n))))
+        _store(b, _sum_lanes(b, [total for row in sums for total in row]), out)
         return context.get_dummy_value()
 
     @intrinsic
