@@ -16,15 +16,15 @@ from pydantic_settings import (
 )
 
 from pipeline import storage
-from pipeline.admission import describe
 from pipeline.config import RunConfig
-from pipeline.errors import InputError
+from pipeline.errors import InputError, describe
 
 # The configuration keys people set every day, with the short flags they know.
 SHORTCUTS = {
     "sampling.max_tokens": "max-tokens",
     "sampling.temperature": "temperature",
     "sampling.top_p": "top-p",
+    "sampling.n": "n",
     "engine.proposer": "proposer",
     "engine.num_speculative_tokens": "num-speculative-tokens",
     "engine.max_num_seqs": "max-num-seqs",

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jobs.cli import parse_run
 from jobs.generate import generate
 from jobs.models import fetch_demo_model
 from pipeline.errors import InputError
@@ -27,9 +28,10 @@ def demo(arguments: Sequence[str]) -> int:
     output = Path("outputs").resolve() / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     model = fetch_demo_model()
     given = ["--model", str(model), "--input", str(_PROMPTS), "--output", str(output)]
-    code = generate([*given, "--max-tokens", "128", *arguments])
+    flags = [*given, "--max-tokens", "128", *arguments]
+    code = generate(flags)
     if code == 0:
-        show(output)
+        show(Path(parse_run(flags).output))
     return code
 
 

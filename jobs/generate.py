@@ -14,9 +14,8 @@ from pydantic import ValidationError
 
 from jobs.cli import parse_run
 from pipeline import storage
-from pipeline.admission import describe
 from pipeline.config import RunConfig
-from pipeline.errors import InputError
+from pipeline.errors import InputError, describe
 from pipeline.sources import check_source
 from quant.hub import find_checkpoint
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, describe
 from pipeline.sources import RawRow
 from workers.config import SamplingParams
 
@@ -156,20 +156,6 @@ class Admission:
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise Refusal("TemplateFailed", f"the chat template fails: {error}") from error
-
-
-def describe(error: ValidationError, prefix: str = "") -> str:
-    """A validation error in one line that names every key at fault."""
-    faults = []
-    for fault in error.errors(include_url=False, include_input=True):
-        key = ".".join(str(part) for part in (prefix, *fault["loc"]) if str(part))
-        if fault["type"] == "extra_forbidden":
-            faults.append(f"unknown key {key}")
-        elif fault["type"] == "missing":
-            faults.append(f"{key} is missing")
-        else:
-            faults.append(f"{key}: {fault['msg']} (got {fault['input']!r:.80})")
-    return "; ".join(faults)
 
 
 def _read_id(value: Any) -> str:

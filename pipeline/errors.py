@@ -1,5 +1,21 @@
 """The error that ends a job with exit code 2: the configuration or the input must be mended."""
 
+from pydantic import ValidationError
+
 
 class InputError(ValueError):
     """Bad configuration or input; the message names the file, the row or the key."""
+
+
+def describe(error: ValidationError, prefix: str = "") -> str:
+    """A validation error in one line that names every key at fault."""
+    faults = []
+    for fault in error.errors(include_url=False, include_input=True):
+        key = ".".join(str(part) for part in (prefix, *fault["loc"]) if str(part))
+        if fault["type"] == "extra_forbidden":
+            faults.append(f"unknown key {key}")
+        elif fault["type"] == "missing":
+            faults.append(f"{key} is missing")
+        else:
+            faults.append(f"{key}: {fault['msg']} (got {fault['input']!r:.80})")
+    return "; ".join(faults)

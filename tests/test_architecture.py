@@ -27,6 +27,7 @@ DOORS = {
         "workers/config.py",
         "pipeline/config.py",
         "pipeline/admission.py",
+        "pipeline/errors.py",
         "jobs",
     },
     "pydantic_settings": {"jobs"},

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import workers.actor
 from tests.fakes import make_engine, make_model, make_requests
 from workers.actor import Worker, worker_environment
 from workers.config import EngineConfig, SamplingParams
@@ -186,3 +187,31 @@ def test_the_environment_bounds_the_threads() -> None:
     environment = worker_environment(3)
     assert environment["NUMBA_NUM_THREADS"] == "3"
     assert all(isinstance(value, str) for value in environment.values())
+
+
+@pytest.mark.parametrize(("layer", "num_warnings"), [("omp", 0), ("workqueue", 1)])
+def test_a_machine_without_openmp_is_told_of(
+    layer: str,
+    num_warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(workers.actor.numba, "threading_layer", lambda: layer)
+    monkeypatch.setattr(workers.actor.numba, "get_num_threads", lambda: 2)
+    workers.actor._check_threads()
+    assert [("libgomp1" in r.getMessage()) for r in caplog.records] == [True] * num_warnings
+
+
+def test_an_engine_that_cannot_be_built_is_told_to_every_caller() -> None:
+    def build() -> Any:
+        raise ValueError("no weights")
+
+    worker = Worker(build)
+
+    async def main() -> None:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the engine failed") as caught:
+                await collect(worker.submit([request("a")]))
+            assert str(caught.value.__cause__) == "no weights"
+
+    run(main)

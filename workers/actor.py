@@ -4,14 +4,15 @@
 """
 
 import asyncio
+import logging
 import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+import numba
 import torch
-from numba import get_num_threads, set_num_threads
 
 from quant.config import QuantConfig
 from quant.store import WeightsRef
@@ -21,6 +22,8 @@ from workers.model import TargetModel, build_backend
 from workers.proposer import build_proposer
 from workers.request import Completion, Request
 from workers.stopping import TokenizerText
+
+_LOGGER = logging.getLogger(__name__)
 
 # glibc gives large blocks back to the system at once, and every step would fault its pages in again.
 # Read by the allocator before Python starts, hence part of the worker's environment.
@@ -61,7 +64,7 @@ def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
     config = settings.engine
     reference = settings.quant.precision in ("float32", "float64")
     torch.set_num_threads(settings.num_threads if reference else 1)
-    set_num_threads(min(settings.num_threads, get_num_threads()))
+    numba.set_num_threads(min(settings.num_threads, numba.get_num_threads()))
     model = TargetModel(
         weights.architecture,
         weights.attach(),
@@ -69,6 +72,8 @@ def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
         settings.max_model_len,
     )
     model.warm_up()
+    if not reference:
+        _check_threads()
     limits = EngineLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -76,6 +81,12 @@ def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
         num_spec_tokens=config.num_spec_tokens,
     )
     return Engine(model, limits, build_proposer(config), TokenizerText(settings.tokenizer_json))
+
+
+def _check_threads() -> None:
+    """Numba falls back to a pool of its own without a word, and kernels then take three times as long."""
+    if numba.get_num_threads() > 1 and numba.threading_layer() == "workqueue":
+        _LOGGER.warning("no OpenMP runtime found, so this worker is slow: install libgomp1")
 
 
 class Worker:
