@@ -85,7 +85,8 @@ def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
 
 def _check_threads() -> None:
     """Numba falls back to a pool of its own without a word, and kernels then take three times as long."""
-    if numba.get_num_threads() > 1 and numba.threading_layer() == "workqueue":
+    layer = numba.threading_layer()  # type: ignore[attr-defined]
+    if numba.get_num_threads() > 1 and layer == "workqueue":
         _LOGGER.warning("no OpenMP runtime found, so this worker is slow: install libgomp1")
 
 
