@@ -14,7 +14,10 @@ python -m jobs COMMAND --help lists a command's options."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command. Exit codes: 0 done, 1 a fault of ours, 2 bad configuration or input."""
+    """Run a command.
+
+    Exit codes: 0 done, 1 a fault of ours, 2 bad configuration or input, 4 interrupted.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if arguments else 2
@@ -29,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     except (InputError, CheckpointError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 4
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -3,8 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,20 +30,32 @@ def generate(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     for uri in config.input:
         check_source(uri)
-    _check_output(config)
+    with _naming(config.output):
+        _check_output(config)
     folder = find_checkpoint(config.model).resolve()
     try:
         with ThreadPoolExecutor(1) as aside:
             opening = aside.submit(_open_model, folder)
             _start_ray()
             model = opening.result()
-        storage.write_atomic(storage.join(config.output, "config.yaml"), config.to_yaml().encode())
+        with _naming(config.output):
+            resolved = config.to_yaml().encode()
+            storage.write_atomic(storage.join(config.output, "config.yaml"), resolved)
         from jobs.run import run
 
         run(config, model, started)
     finally:
         ray.shutdown()
     return 0
+
+
+@contextmanager
+def _naming(output: str) -> Iterator[None]:
+    """Say in one line that an output cannot be reached: a disk, a network, credentials."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"output {output}: cannot be used ({error})") from error
 
 
 def _check_output(config: RunConfig) -> None:
@@ -56,6 +69,8 @@ def _check_output(config: RunConfig) -> None:
         )
     if storage.is_local(output) and storage.local_path(output).is_file():
         raise InputError(f"output {output}: is a file, not a folder")
+    if not storage.is_writable(output):
+        raise InputError(f"output {output}: cannot be written to")
     content = storage.read_bytes(storage.join(output, "config.yaml"))
     if content is None:
         if not storage.is_empty_folder(output):
@@ -68,11 +83,17 @@ def _check_output(config: RunConfig) -> None:
         raise InputError(f"output {output}: config.yaml is damaged ({reason})") from error
     now = config.identity()
     changed = [f"{k} was {before.get(k)!r}, is {now[k]!r}" for k in now if now[k] != before.get(k)]
-    if changed:
+    if changed and not _is_unplanned(output):
         raise InputError(
             f"output {output}: holds a run with another configuration ({'; '.join(changed)}); "
             "choose another folder"
         )
+
+
+def _is_unplanned(output: str) -> bool:
+    """Whether a run was refused, or ended, before its plan was whole; if in doubt, it was not."""
+    data, plan = storage.join(output, "data"), storage.join(output, "plan", "plan.json")
+    return storage.is_local(output) and storage.is_empty_folder(data) and not storage.exists(plan)
 
 
 def _open_model(folder: Path) -> "Model":

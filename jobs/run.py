@@ -41,7 +41,8 @@ def run(config: RunConfig, model: Model, started: float) -> None:
     """Plan, convert, generate and sum up; Ray is running. `started`: when the job did (monotonic)."""
     weights = convert_to_store(model.checkpoint, config.quant)
     limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
-    admission = Admission(model.tokenizer, config.sampling, limit)
+    vocab_size = model.checkpoint.architecture.vocab_size
+    admission = Admission(model.tokenizer, config.sampling, limit, vocab_size)
     plan = Plan.load(config.output) or write_plan(config, admission)
     names = [shard.name for shard in plan.shards]
     pending = pending_shards(config.output, names)
@@ -89,7 +90,9 @@ def format_summary(summary: dict[str, Any]) -> str:
         f"{summary['num_errors']} errors)",
         "tokens": f"{summary['num_input_tokens']} in, {summary['num_generated_tokens']} out",
         "drafts": drafts,
-        "speed": f"{run['tokens_per_second']:.0f} tokens/s over {run['generation_seconds']:.1f} s",
+        "speed": f"{run['tokens_per_second']:.0f} tokens/s over {run['generation_seconds']:.1f} s"
+        if run["num_shards"]
+        else "nothing was left to do",
         "output": summary["output"],
     }
     return "\n".join(f"{key:>8}  {value}" for key, value in lines.items())

@@ -1,6 +1,7 @@
 """From a raw row to token ids, or to the reason why it cannot run."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,16 @@ def load_tokenizer(folder: Path) -> Any:
 class Admission:
     """Turns raw rows into plan rows: identity, prompt, tokens and the row's own parameters."""
 
-    def __init__(self, tokenizer: Any, defaults: SamplingParams, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Any, defaults: SamplingParams, max_model_len: int, vocab_size: int
+    ) -> None:
+        """Keep the run's parameters; raises InputError if they do not fit the model."""
         self._tokenizer = tokenizer
         self._defaults = defaults.model_dump(mode="json")
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        if outside := self._outside(defaults.stop_token_ids):
+            raise InputError(f"sampling.stop_token_ids: {outside}")
 
     def admit(self, raw: RawRow, source: str) -> AdmittedRow:
         """Never raises for a row's sake: a row that cannot run says why."""
@@ -122,18 +129,26 @@ class Admission:
         own = {k: v for k, v in given.items() if v is not None}  # Parquet fills structs with nulls.
         try:
             merged = json.dumps(self._defaults | own)
-            return own, SamplingParams.model_validate_json(merged, strict=True)
+            params = SamplingParams.model_validate_json(merged, strict=True)
         except ValidationError as error:
             raise Refusal("InvalidSamplingParams", describe(error, "sampling_params")) from error
         except (TypeError, ValueError) as error:
             raise Refusal("InvalidSamplingParams", f"sampling_params: {error}") from error
+        if outside := self._outside(params.stop_token_ids):
+            raise Refusal("InvalidSamplingParams", f"sampling_params.stop_token_ids: {outside}")
+        return own, params
+
+    def _outside(self, token_ids: Iterable[int]) -> str:
+        """What is wrong with token ids that the model does not know; empty if nothing is."""
+        strange = [i for i in token_ids if not 0 <= i < self._vocab_size]
+        return f"{strange[0]} is not in the vocabulary of {self._vocab_size}" if strange else ""
 
     def _tokenize(self, admitted: AdmittedRow, columns: dict[str, Any]) -> list[int]:
         if admitted.messages is not None:
             text = self._apply_template(admitted.messages)
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         elif (ids := columns.get("prompt_token_ids")) is not None:
-            tokens = _check_token_ids(ids, len(self._tokenizer))
+            tokens = _check_token_ids(ids, self._vocab_size)
         else:
             prompt = columns["prompt"]
             if not isinstance(prompt, str):

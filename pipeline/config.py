@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quant.config import QuantConfig
 from workers.config import EngineConfig, SamplingParams
@@ -62,6 +62,12 @@ class RunConfig(BaseModel):
     quant: QuantConfig = QuantConfig()
     data: DataConfig = DataConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _one_input(cls, value: Any) -> Any:
+        """A single file needs no list."""
+        return (value,) if isinstance(value, str) else value
 
     def identity(self) -> dict[str, Any]:
         """What the rows and their tokens depend on, flat; two runs that agree may share an output."""

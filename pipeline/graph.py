@@ -7,7 +7,7 @@ file.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipeline.parts import (
     next_attempt,
     refused_row,
 )
-from pipeline.plan import Plan, PlanWriter, Shard, assemble, group_sources, read_shard
+from pipeline.plan import Plan, Shard, assemble, group_sources, read_shard, write_groups
 from pipeline.requests import build_requests
 from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json
 from quant.store import WeightsRef
@@ -54,11 +54,15 @@ def write_plan(config: RunConfig, admission: Admission) -> Plan:
     dataset = ray.data.from_items(
         [{"group": group.to_json()} for group in groups], override_num_blocks=len(groups)
     )
+    write: Callable[..., dict[str, list[str]]] = write_groups
     written = dataset.map_batches(
-        PlanWriter,
-        fn_constructor_args=(admission, config.output, config.data.rows_per_shard),
+        write,
+        fn_kwargs={
+            "admission": admission,
+            "output": config.output,
+            "rows_per_shard": config.data.rows_per_shard,
+        },
         batch_size=1,
-        compute=ActorPoolStrategy(min_size=1, max_size=min(len(groups), 8)),
         num_cpus=0.5,
     )
     shards = []

@@ -20,7 +20,7 @@ from pipeline import storage
 from pipeline.admission import Admission, AdmittedRow
 from pipeline.errors import InputError
 from pipeline.schema import plan_table, schema_from_json, schema_to_json, unify_carried
-from pipeline.sources import column_types, read_rows
+from pipeline.sources import column_types, locate, read_rows
 
 _FIRST_SHARD_ROWS = 8
 
@@ -122,27 +122,26 @@ def write_shards(
             yield shard, table.schema
 
 
-class PlanWriter:
-    """Admits source groups and writes their shards: a stateful batch function of Ray Data."""
+def write_groups(
+    batch: dict[str, np.ndarray], admission: Admission, output: str, rows_per_shard: int
+) -> dict[str, list[str]]:
+    """Write the shards of source groups: a batch function of Ray Data.
 
-    def __init__(self, admission: Admission, output: str, rows_per_shard: int) -> None:
-        self._write = partial(
-            write_shards, admission=admission, output=output, rows_per_shard=rows_per_shard
-        )
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        """Write a group's shards; an unreadable source is a value, as Ray would bury its error."""
-        columns: dict[str, list[str]] = {"shard": [], "schema": [], "error": []}
-        for group in batch["group"]:
-            try:
-                for shard, schema in self._write(SourceGroup.from_json(group)):
-                    columns["shard"].append(json.dumps(asdict(shard)))
-                    columns["schema"].append(schema_to_json(schema))
-                    columns["error"].append("")
-            except InputError as error:
-                for name, value in (("shard", ""), ("schema", ""), ("error", str(error))):
-                    columns[name].append(value)
-        return columns
+    Returns:
+        Columns `shard` and `schema` (JSON), and `error`: an unreadable source is a value, as Ray would
+        bury its exception.
+    """
+    columns: dict[str, list[str]] = {"shard": [], "schema": [], "error": []}
+    for group in map(SourceGroup.from_json, batch["group"]):
+        try:
+            for shard, schema in write_shards(group, admission, output, rows_per_shard):
+                columns["shard"].append(json.dumps(asdict(shard)))
+                columns["schema"].append(schema_to_json(schema))
+                columns["error"].append("")
+        except InputError as error:
+            for name, value in (("shard", ""), ("schema", ""), ("error", str(error))):
+                columns[name].append(value)
+    return columns
 
 
 def assemble(written: Iterable[tuple[Shard, pa.Schema]], output: str) -> Plan:
@@ -208,7 +207,7 @@ def _check_ids(plan: Plan, output: str) -> None:
         for row in table.to_pylist():
             if hash(row["id"]) not in suspects:
                 continue
-            where = f"{row['source']} row {row['row']}"
+            where = locate(row["source"], row["row"])
             if row["id"] in seen:
                 raise InputError(f"{where}: the id {row['id']!r} is also that of {seen[row['id']]}")
             seen[row["id"]] = where

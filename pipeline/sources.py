@@ -21,14 +21,18 @@ _PARQUET = (".parquet",)
 class RawRow:
     """A row as its file has it: the columns, or the reason why it has none.
 
-    `row` counts rows of the file from 0 (for JSONL: non-blank lines); `where` is what a person would
-    look for.
+    `row` is the line of a JSONL file, the row of a Parquet file, counted from 1; `where` says so.
     """
 
     row: int
     where: str
     columns: dict[str, Any] | None
     error: str | None = None
+
+
+def locate(uri: str, row: int) -> str:
+    """Where a person finds a row."""
+    return f"{uri}: {'row' if uri.endswith(_PARQUET) else 'line'} {row}"
 
 
 def check_source(uri: str) -> None:
@@ -62,16 +66,15 @@ def column_types(uri: str) -> dict[str, pa.DataType]:
 
 
 def _read_jsonl(uri: str) -> Iterator[RawRow]:
-    row = 0
+    number = 0
     try:
         with storage.open_read(uri) as file:
             for number, line in enumerate(file, start=1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield _parse_line(line, row, f"{uri}: line {number}")
-                    row += 1
+                    yield _parse_line(line, number, locate(uri, number))
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{uri}: damaged after row {row} ({error})") from error
+        raise InputError(f"{uri}: damaged after line {number} ({error})") from error
 
 
 def _parse_line(line: bytes, row: int, where: str) -> RawRow:
@@ -106,12 +109,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def _read_parquet(uri: str) -> Iterator[RawRow]:
-    row = 0
+    row = 1
     try:
         with storage.open_read(uri) as file:
             for batch in pq.ParquetFile(file).iter_batches(batch_size=1024):
                 for columns in batch.to_pylist():
-                    yield RawRow(row, f"{uri}: row {row}", columns)
+                    yield RawRow(row, locate(uri, row), columns)
                     row += 1
     except (OSError, pa.ArrowException, OverflowError, ValueError) as error:
         raise InputError(f"{uri}: cannot be read as Parquet at row {row} ({error})") from error

@@ -2,6 +2,8 @@
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -33,7 +35,7 @@ def open_read(uri: str) -> IO[bytes]:
 def read_bytes(uri: str) -> bytes | None:
     """The whole content, or None if there is nothing at the location."""
     try:
-        with _open(uri, "rb") as file:
+        with _as_os_error(), _open(uri, "rb") as file:
             content: bytes = file.read()
             return content
     except FileNotFoundError:
@@ -49,7 +51,7 @@ def exists(uri: str) -> bool:
     if is_local(uri):
         return local_path(uri).is_file()
     try:
-        with _open(uri, "rb") as file:
+        with _as_os_error(), _open(uri, "rb") as file:
             file.read(1)
     except OSError as error:
         if is_missing(error):
@@ -72,7 +74,7 @@ def write_atomic(uri: str, content: bytes) -> None:
     Locally it is written aside, flushed to disk and renamed; elsewhere it is one PUT.
     """
     if not is_local(uri):
-        with _open(uri, "wb") as file:
+        with _as_os_error(), _open(uri, "wb") as file:
             file.write(content)
         return
     path = local_path(uri)
@@ -88,12 +90,33 @@ def write_atomic(uri: str, content: bytes) -> None:
         aside.unlink(missing_ok=True)
 
 
+def is_writable(uri: str) -> bool:
+    """Whether a local folder could be made and written to; a remote one is taken at its word."""
+    if not is_local(uri):
+        return True
+    folder = local_path(uri).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
 def is_empty_folder(uri: str) -> bool:
     """Whether a local output folder holds nothing; a remote one is taken at its word."""
     if not is_local(uri):
         return True
     path = local_path(uri)
     return not path.exists() or not any(path.iterdir())
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Every client library has errors of its own; callers know one kind."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _open(uri: str, mode: str) -> Any:

@@ -30,7 +30,7 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def admission(tokenizer: Any) -> Admission:
-    return Admission(tokenizer, SamplingParams(max_tokens=8), MAX_LEN)
+    return Admission(tokenizer, SamplingParams(max_tokens=8), MAX_LEN, len(tokenizer))
 
 
 def ids_of(text: str) -> list[int]:
@@ -60,7 +60,7 @@ def test_a_prompt(admission: Admission) -> None:
 
 def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
-    roomy = Admission(tokenizer, SamplingParams(max_tokens=8), 200)
+    roomy = Admission(tokenizer, SamplingParams(max_tokens=8), 200, len(tokenizer))
     row = admit(roomy, {"id": "m", "messages": messages})
     assert row.error is None
     assert (row.messages, row.prompt) == (messages, None)
@@ -173,6 +173,18 @@ def test_refused_rows_say_why_and_where(admission: Admission, name: str) -> None
         assert word in row.error
     assert row.carried.get("topic") == "kept"
     assert row.max_total_tokens == 0
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused(
+    admission: Admission, tokenizer: Any
+) -> None:
+    row = admit(admission, {"prompt": "a", "sampling_params": {"stop_token_ids": [5, 999_999]}})
+    assert row.error_type == "InvalidSamplingParams"
+    assert "sampling_params.stop_token_ids: 999999 is not in the vocabulary" in str(row.error)
+    assert WHERE in str(row.error)
+    params = SamplingParams(stop_token_ids=(10**6,))
+    with pytest.raises(InputError, match=r"^sampling\.stop_token_ids: 1000000 is not in the vocabulary"):
+        Admission(tokenizer, params, MAX_LEN, len(tokenizer))
 
 
 def test_an_unreadable_line_is_located_once(admission: Admission) -> None:
@@ -324,7 +336,7 @@ def test_messages_from_parquet(admission: Admission, tmp_path: Path) -> None:
     assert [row.id for row in rows] == ["3", "1", "2"]
     assert rows[0].messages == [USER]
     assert [row.error_type for row in rows] == [None, "InvalidMessages", "InvalidMessages"]
-    assert f"{path}: row 2: messages[1].role" in (rows[2].error or "")
+    assert f"{path}: row 3: messages[1].role" in (rows[2].error or "")
 
 
 def test_a_model_without_a_chat_template(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -334,7 +346,7 @@ def test_a_model_without_a_chat_template(tiny_checkpoint: Path, tmp_path: Path) 
     settings_of = json.loads(settings_file.read_text(encoding="utf-8"))
     del settings_of["chat_template"]
     settings_file.write_text(json.dumps(settings_of), encoding="utf-8")
-    admission = Admission(load_tokenizer(tmp_path), SamplingParams(), 99)
+    admission = Admission(load_tokenizer(tmp_path), SamplingParams(), 99, 300)
     assert admit(admission, {"messages": [USER]}).error_type == "NoChatTemplate"
     assert admit(admission, {"prompt": "a"}).prompt_token_ids == ids_of("a")
 
@@ -346,7 +358,7 @@ def test_a_template_that_refuses_a_conversation(tiny_checkpoint: Path, tmp_path:
     settings_of = json.loads(settings_file.read_text(encoding="utf-8"))
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hi"
     settings_file.write_text(json.dumps(settings_of | {"chat_template": template}), "utf-8")
-    admission = Admission(load_tokenizer(tmp_path), SamplingParams(), 99)
+    admission = Admission(load_tokenizer(tmp_path), SamplingParams(), 99, 300)
     row = admit(admission, {"messages": [{"role": "system", "content": "s"}]})
     assert (row.error_type, "user first" in (row.error or "")) == ("TemplateFailed", True)
     assert admit(admission, {"messages": [USER]}).prompt_token_ids == ids_of("hi")

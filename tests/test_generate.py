@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import jobs.generate
 import jobs.run
 from jobs.__main__ import main
 from jobs.cli import parse_run
+from pipeline.errors import InputError
 from tests.conftest import run_jobs
 
 TOKEN_COLUMNS = (
@@ -155,17 +156,17 @@ def test_the_command_from_files_to_parts(tiny_checkpoint: Path, tmp_path: Path) 
     rows = read_rows(tmp_path / "out")
     errors = {key: row["error_type"] for key, row in rows.items() if row["error"]}
     assert errors == {
-        ("in.jsonl:1", 0): "BadRow",
-        ("in.jsonl:3", 0): "NoPrompt",
-        ("in.jsonl:4", 0): "PromptTooLong",
-        ("in.jsonl:6", 0): "InvalidSamplingParams",
+        ("in.jsonl:2", 0): "BadRow",
+        ("in.jsonl:4", 0): "NoPrompt",
+        ("in.jsonl:5", 0): "PromptTooLong",
+        ("in.jsonl:7", 0): "InvalidSamplingParams",
     }
-    assert "in.jsonl: line 2: " in rows["in.jsonl:1", 0]["error"]
-    answered = [("in.jsonl:0", 0), ("in.jsonl:2", 0), ("ids", 0), ("in.parquet:0", 0)]
-    answered += [("in.jsonl:5", i) for i in range(3)]
+    assert "in.jsonl: line 2: " in rows["in.jsonl:2", 0]["error"]
+    answered = [("in.jsonl:1", 0), ("in.jsonl:3", 0), ("ids", 0), ("in.parquet:1", 0)]
+    answered += [("in.jsonl:6", i) for i in range(3)]
     assert rows.keys() == {*errors, *answered}
-    assert rows["in.parquet:0", 0]["topic"] == "parquet"
-    assert len({tuple(rows["in.jsonl:5", i]["generated_tokens"]) for i in range(3)}) == 3
+    assert rows["in.parquet:1", 0]["topic"] == "parquet"
+    assert len({tuple(rows["in.jsonl:6", i]["generated_tokens"]) for i in range(3)}) == 3
     check_summary(tmp_path / "out", rows, num_rows=9)
     check_config_is_the_same_run(tmp_path / "out")
 
@@ -434,6 +435,8 @@ def test_another_configuration_or_a_foreign_folder_is_refused(
     good = ("--model", tiny_checkpoint, "--input", one_prompt, "--output", out)
     config = parse_run([str(argument) for argument in good])
     (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (out / "plan").mkdir()
+    (out / "plan" / "plan.json").write_text("{}", encoding="utf-8")
     refused(*good, "--temperature", 0.5, named=("sampling.temperature", "0.0", "0.5", str(out)))
     refused(*good, "--data.rows_per_shard", 9, named=("data.rows_per_shard",))
     refused(*good, "--seed", 1, named=("seed was 0, is 1",))
@@ -441,10 +444,68 @@ def test_another_configuration_or_a_foreign_folder_is_refused(
         (out / "config.yaml").write_text(text, encoding="utf-8")
         refused(*good, named=(str(out), "config.yaml"))
     (out / "config.yaml").unlink()
+    shutil.rmtree(out / "plan")
     (out / "thesis.txt").write_text("ten years of work", encoding="utf-8")
     refused(*good, named=(str(out), "not empty"))
     assert [p.name for p in out.iterdir()] == ["thesis.txt"]
     refused(*good, "--output", out / "thesis.txt", named=("thesis.txt", "file"))
+
+
+def test_a_refused_run_does_not_claim_its_folder(
+    tiny_checkpoint: Path, one_prompt: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    given = ("--model", tiny_checkpoint, "--input", one_prompt, "--output", out)
+    config = parse_run([str(argument) for argument in given])
+    (out / "plan").mkdir(parents=True)
+    (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (out / "plan" / "shard-00000-00000.parquet").write_bytes(b"of a plan that was never whole")
+    other = parse_run([*map(str, given), "--seed", "1"])
+    jobs.generate._check_output(other)
+    (out / "data").mkdir()
+    (out / "data" / "part-00000-00000.parquet").write_bytes(b"an answer")
+    with pytest.raises(InputError, match="seed was 0, is 1"):
+        jobs.generate._check_output(other)
+
+
+def test_an_output_that_cannot_be_is_refused_early(
+    refused: Any, tiny_checkpoint: Path, one_prompt: Path
+) -> None:
+    below_a_file = one_prompt / "out"
+    given = ("--model", tiny_checkpoint, "--input", one_prompt)
+    refused(*given, "--output", below_a_file, named=(str(below_a_file), "cannot be written"))
+
+
+@pytest.mark.parametrize("flag", ["--input", "--output"])
+def test_a_store_without_credentials_is_one_line(
+    refused: Any,
+    tiny_checkpoint: Path,
+    one_prompt: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+) -> None:
+    """smart-open's client raises errors of its own."""
+
+    def no_credentials(uri: str, _mode: str) -> None:
+        raise LookupError(f"no credentials for {uri}")
+
+    monkeypatch.setattr("pipeline.storage.smart_open.open", no_credentials)
+    given = {"--model": tiny_checkpoint, "--input": one_prompt, "--output": tmp_path / "out"}
+    given[flag] = "s3://bucket/x.jsonl"
+    arguments = [part for pair in given.items() for part in pair]
+    refused(*arguments, named=("s3://bucket/x.jsonl", "no credentials"))
+
+
+def test_ctrl_c_is_one_line_and_exit_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_arguments: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs.generate, "generate", interrupted)
+    assert main(["generate"]) == 4
+    assert capsys.readouterr().err == "interrupted; the same command goes on from here\n"
 
 
 def test_the_process_says_one_line_and_exits_2(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from workers.config import SamplingParams
 
 @pytest.fixture(scope="module")
 def admission(tiny_checkpoint: Path) -> Admission:
-    return Admission(load_tokenizer(tiny_checkpoint), SamplingParams(max_tokens=8), 40)
+    tokenizer = load_tokenizer(tiny_checkpoint)
+    return Admission(tokenizer, SamplingParams(max_tokens=8), 40, len(tokenizer))
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> str:
@@ -86,7 +87,7 @@ def test_shards_grow(
     assert [shard.name for shard in plan.shards] == [f"00000-{i:05d}" for i in range(len(sizes))]
     assert plan.num_rows == num_rows
     rows = all_rows(plan, tmp_path / "out")
-    assert [row["id"] for row in rows] == [f"a.jsonl:{i}" for i in range(num_rows)]
+    assert [row["id"] for row in rows] == [f"a.jsonl:{i + 1}" for i in range(num_rows)]
     assert [row["prompt"] for row in rows] == [f"p{i}" for i in range(num_rows)]
 
 
@@ -96,7 +97,7 @@ def test_several_files_have_shards_of_their_own(admission: Admission, tmp_path: 
     names = ["00000-00000", "00000-00001", "00001-00000", "00001-00001"]
     assert [shard.name for shard in plan.shards] == names
     ids = [row["id"] for row in all_rows(plan, tmp_path / "out")]
-    assert ids == [f"{name}.jsonl:{i}" for name in "ba" for i in range(20)]
+    assert ids == [f"{name}.jsonl:{i}" for name in "ba" for i in range(1, 21)]
 
 
 def test_a_plan_made_again_is_the_same_bytes(admission: Admission, tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_same_file_names_in_two_folders(admission: Admission, tmp_path: Path) ->
     uris = [write_jsonl(tmp_path / folder / "a.jsonl", prompts(2)) for folder in ("x", "y")]
     plan = make_plan(admission, uris, tmp_path / "out")
     ids = [row["id"] for row in all_rows(plan, tmp_path / "out")]
-    assert ids == [f"{uri}:{i}" for uri in uris for i in range(2)]
+    assert ids == [f"{uri}:{i}" for uri in uris for i in (1, 2)]
 
 
 def test_the_same_file_twice_is_refused(admission: Admission, tmp_path: Path) -> None:
@@ -157,14 +158,14 @@ def test_an_id_that_occurs_twice_names_both_places(admission: Admission, tmp_pat
     uris = [write_jsonl(tmp_path / "a.jsonl", one), write_jsonl(tmp_path / "b.jsonl", two)]
     with pytest.raises(InputError) as raised:
         make_plan(admission, uris, tmp_path / "out")
-    for words in ("'a3'", "a.jsonl row 3", "b.jsonl row 18"):
+    for words in ("'a3'", "a.jsonl: line 4", "b.jsonl: line 19"):
         assert words in str(raised.value)
     assert Plan.load(str(tmp_path / "out")) is None
 
 
 def test_a_given_id_may_not_be_that_of_a_made_one(admission: Admission, tmp_path: Path) -> None:
-    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b", "id": "a.jsonl:0"}])
-    with pytest.raises(InputError, match=r"row 1.*row 0"):
+    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b", "id": "a.jsonl:1"}])
+    with pytest.raises(InputError, match=r"line 2.*line 1"):
         make_plan(admission, [uri], tmp_path / "out")
 
 

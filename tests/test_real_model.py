@@ -45,7 +45,7 @@ class Bench:
         )
         tokenizer = load_tokenizer(folder)
         self._text = TokenizerText(tokenizer.backend_tokenizer.to_str())
-        self._admission = Admission(tokenizer, SamplingParams(), MAX_LEN)
+        self._admission = Admission(tokenizer, SamplingParams(), MAX_LEN, len(tokenizer))
 
     def requests(self, temperature: float) -> list[Request]:
         """The shortest 40 prompts of the examples: reading prompts is most of the time here."""

@@ -31,7 +31,7 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
     content = b'{"prompt": "a", "k": [1, null]}\n{"prompt": "\xc3\xa9"}\n'
     rows = rows_of(write(tmp_path / name, content))
     assert [row.columns for row in rows] == [{"prompt": "a", "k": [1, None]}, {"prompt": "é"}]
-    assert [row.row for row in rows] == [0, 1]
+    assert [row.row for row in rows] == [1, 2]
     assert [row.where for row in rows] == [f"{tmp_path / name}: line {n}" for n in (1, 2)]
     assert [row.error for row in rows] == [None, None]
 
@@ -40,7 +40,7 @@ def test_mark_carriage_returns_blank_lines_and_no_last_newline(tmp_path: Path) -
     content = b'\xef\xbb\xbf{"a": 1}\r\n\r\n   \n{"a": 2}\r\n\n{"a": 3}'
     rows = rows_of(write(tmp_path / "a.jsonl", content))
     assert [row.columns for row in rows] == [{"a": 1}, {"a": 2}, {"a": 3}]
-    assert [row.row for row in rows] == [0, 1, 2]  # Blank lines are no rows,
+    assert [row.row for row in rows] == [1, 4, 6]  # Blank lines are no rows,
     assert [row.where.rsplit(" ", 1)[1] for row in rows] == ["1", "4", "6"]  # but they are lines.
 
 
@@ -81,7 +81,7 @@ def test_a_bad_line_says_where_and_harms_no_neighbour(tmp_path: Path, name: str)
     path = write(tmp_path / "a.jsonl", content)
     first, bad, last = rows_of(path)
     assert (first.columns, last.columns) == ({"prompt": "first"}, {"prompt": "last"})
-    assert (bad.columns, bad.row) == (None, 1)
+    assert (bad.columns, bad.row) == (None, 3)
     assert bad.error is not None
     assert bad.error.startswith(f"{path}: line 3: ")
     assert reason in bad.error
@@ -148,8 +148,8 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(COLUMNS), path, row_group_size=2)
     rows = rows_of(path)
-    assert [row.where for row in rows] == [f"{path}: row {n}" for n in range(3)]
-    assert [row.row for row in rows] == [0, 1, 2]
+    assert [row.where for row in rows] == [f"{path}: row {n}" for n in (1, 2, 3)]
+    assert [row.row for row in rows] == [1, 2, 3]
     assert rows[0].columns == {
         "prompt": "a",
         "when": datetime(2026, 1, 2, 3, 4, 5, 6, UTC),
@@ -168,7 +168,7 @@ def test_parquet_in_many_batches(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": [str(i) for i in range(2500)]}), path, row_group_size=700)
     rows = rows_of(path)
-    assert [row.row for row in rows] == list(range(2500))
+    assert [row.row for row in rows] == list(range(1, 2501))
     assert [(row.columns or {})["prompt"] for row in rows] == [str(i) for i in range(2500)]
 
 
