@@ -113,10 +113,10 @@ def _as_os_error() -> Iterator[None]:
     """Every client library has errors of its own; callers know one kind."""
     try:
         yield
-    except (OSError, ImportError):
+    except OSError:
         raise
     except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _open(uri: str, mode: str) -> Any:

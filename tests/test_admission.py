@@ -183,7 +183,9 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(
     assert "sampling_params.stop_token_ids: 999999 is not in the vocabulary" in str(row.error)
     assert WHERE in str(row.error)
     params = SamplingParams(stop_token_ids=(10**6,))
-    with pytest.raises(InputError, match=r"^sampling\.stop_token_ids: 1000000 is not in the vocabulary"):
+    with pytest.raises(
+        InputError, match=r"^sampling\.stop_token_ids: 1000000 is not in the vocabulary"
+    ):
         Admission(tokenizer, params, MAX_LEN, len(tokenizer))
 
 
