@@ -139,7 +139,7 @@ def test_a_submitted_job_writes_its_parts(
     assert (status, code) == ("SUCCEEDED", 0), f"{message}\n{log}"
     (part,) = (output / "data").glob("*.parquet")
     rows = pq.read_table(part).to_pylist()
-    assert [row["id"] for row in rows] == [f"in.jsonl:{i}" for i in range(5)]
+    assert [row["id"] for row in rows] == [f"in.jsonl:{i}" for i in range(1, 6)]
     assert all(row["error"] is None and row["generated_tokens"] for row in rows)
     assert (output / "summary.json").is_file()
     assert "5 (5 samples, 0 errors)" in log
