@@ -22,6 +22,7 @@ import torch
 
 MAX_CODE = 127
 PACK_N, PACK_K = 16, 4  # Outputs and inputs of a packed cell.
+PACK_STEP = 2 * PACK_K  # Inputs are padded to a multiple: kernels take two cells at a time.
 _INT32_MAX = 2**31 - 1
 
 
@@ -64,10 +65,11 @@ def pack(codes_NK: torch.Tensor) -> torch.Tensor:
         codes_NK: int8 [N, K].
 
     Returns:
-        int8 [ceil(N / PACK_N), ceil(K / PACK_K), PACK_N, PACK_K], contiguous; the rest is zero.
+        int8 [N / PACK_N, K / PACK_K, PACK_N, PACK_K], contiguous; N and K are rounded up to multiples of
+        PACK_N and PACK_STEP, the rest is zero.
     """
     num_outputs, num_inputs = codes_NK.shape
-    missing = 0, -num_inputs % PACK_K, 0, -num_outputs % PACK_N
+    missing = 0, -num_inputs % PACK_STEP, 0, -num_outputs % PACK_N
     padded_NK = torch.nn.functional.pad(codes_NK, missing)
     cells: torch.Tensor = padded_NK.unflatten(1, (-1, PACK_K)).unflatten(0, (-1, PACK_N))
     return cells.transpose(1, 2).contiguous()

@@ -124,7 +124,7 @@ def test_packing_keeps_every_code_and_adds_only_zeros(num_outputs: int, num_inpu
     codes_NK = torch.from_numpy(codes.astype(np.int8))
     before = codes_NK.clone()
     packed = pack(codes_NK)
-    assert packed.shape == (math.ceil(num_outputs / 16), math.ceil(num_inputs / 4), 16, 4)
+    assert packed.shape == (math.ceil(num_outputs / 16), 2 * math.ceil(num_inputs / 8), 16, 4)
     assert packed.is_contiguous()
     assert torch.equal(unpack(packed, num_outputs, num_inputs), codes_NK)
     assert int(packed.count_nonzero()) == num_outputs * num_inputs

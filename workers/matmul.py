@@ -6,7 +6,7 @@ Legend: M tokens, N outputs, K inputs.
 import numpy as np
 from numba import prange
 
-from quant.int8 import PACK_K, PACK_N
+from quant.int8 import PACK_K, PACK_N, PACK_STEP
 from workers import kernels, tiles
 from workers.jit import inlined, kernel, parallel_kernel
 
@@ -45,7 +45,7 @@ def matmul_int8(x_MK, x_scale_M, w, w_scale_N, bias_N, add, out_MN):  # type: ig
     """Set out = (x @ w.T) * w_scale * x_scale + bias, the sums exact in int32; or add that to out.
 
     int16 codes [M, K] with float32 scales [M]; the address of packed int8 weights; float32 scales and
-    biases [N rounded up to PACK_N]; float32 out [M, N]. K must be a multiple of PACK_K.
+    biases [N rounded up to PACK_N]; float32 out [M, N]. K must be a multiple of PACK_STEP.
     """
     M, K = x_MK.shape
     N = out_MN.shape[1]
@@ -110,7 +110,7 @@ def matmul_bf16(x_MK, w_NK, bias_N, add, out_MN):  # type: ignore[no-untyped-def
 def linear_int8(x_MK, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
     """Quantize float32 x [M, K] row by row, then as `matmul_int8`."""
     M, K = x_MK.shape
-    codes_MK = np.empty((M, (K + PACK_K - 1) // PACK_K * PACK_K), np.int16)
+    codes_MK = np.empty((M, (K + PACK_STEP - 1) // PACK_STEP * PACK_STEP), np.int16)
     scale_M = np.empty(M, np.float32)
     kernels.quantize_rows(x_MK, max_code, codes_MK, scale_M)
     matmul_int8(codes_MK, scale_M, w, w_scale_N, bias_N, add, out_MN)

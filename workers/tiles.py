@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from quant.int8 import PACK_K, PACK_N
+from quant.int8 import PACK_K, PACK_N, PACK_STEP
 
 TILE_K = 16  # Inputs per step of a floating tile; both operands are padded to a multiple.
 TILE_N = 2  # Outputs of a floating tile.
@@ -128,7 +128,7 @@ def _int8_tile(num_m: int) -> Any:
 
     x: address of int16 rows of K items; w: of one block of packed int8 weights (see quant.int8.pack);
     out: of int32 rows of PACK_N items, of which the tile does PACK_N, or half from the addresses given
-    where more would not fit the registers. K is a multiple of PACK_K. On its way the tile asks for one
+    where more would not fit the registers. K is a multiple of PACK_STEP. On its way the tile asks for one
     in 2 ** shift of as many cache lines as it reads itself, from the address `ahead` on.
     """
     group = _LANES // 2  # Outputs per vector: each has two lanes, for two pairs of inputs.
@@ -141,27 +141,31 @@ def _int8_tile(num_m: int) -> Any:
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
         x, w, size_k, ahead, shift, out = args
         loop = _Loop(b, "int8")
-        sums = [[loop.zeros(halves) for _ in range(num_groups)] for _ in range(num_m)]
-        block = b.add(w, b.mul(loop.index, _index(PACK_N)))
-        line = b.lshr(b.udiv(loop.index, _index(PACK_K)), shift)
-        _prefetch(b, b.add(ahead, b.mul(line, _index(PACK_N * PACK_K))))
-        w_wide = [
-            b.sext(b.sext(_load(b, b.add(block, _index(16 * g)), weights), codes), wide)
-            for g in range(num_groups)
-        ]
-        new = {}
-        for m in range(num_m):
-            at = b.add(b.mul(size_k, _index(m)), loop.index)
-            quad = b.load(b.inttoptr(b.add(x, b.mul(at, _index(2))), _I64.as_pointer()), align=2)
-            x_wide = b.sext(b.bitcast(_spread(b, quad, _LANES // 2), codes), wide)
-            for g in range(num_groups):  # A product and the sum of its pairs: pmaddwd to LLVM.
-                product = b.mul(x_wide, w_wide[g])
-                left, right = (b.shuffle_vector(product, product, lanes) for lanes in (even, odd))
-                new[sums[m][g]] = b.add(sums[m][g], b.add(left, right))
-        loop.close(PACK_K, size_k, new)
+        first = [[loop.zeros(halves) for _ in range(num_groups)] for _ in range(num_m)]
+        sums = [list(row) for row in first]
+        for offset in range(0, PACK_STEP, PACK_K):
+            k = b.add(loop.index, _index(offset))
+            if offset == 0 or num_groups == PACK_N // group:
+                line = b.lshr(b.udiv(k, _index(PACK_K)), shift)
+                _prefetch(b, b.add(ahead, b.mul(line, _index(PACK_N * PACK_K))))
+            cell = b.add(w, b.mul(k, _index(PACK_N)))
+            w_wide = [
+                b.sext(b.sext(_load(b, b.add(cell, _index(16 * g)), weights), codes), wide)
+                for g in range(num_groups)
+            ]
+            for m in range(num_m):
+                at = b.add(x, b.mul(b.add(b.mul(size_k, _index(m)), k), _index(2)))
+                quad = b.load(b.inttoptr(at, _I64.as_pointer()), align=2)
+                x_wide = b.sext(b.bitcast(_spread(b, quad, _LANES // 2), codes), wide)
+                for g in range(num_groups):  # A product and the sum of its pairs: pmaddwd to LLVM.
+                    product = b.mul(x_wide, w_wide[g])
+                    left, right = (b.shuffle_vector(product, product, p) for p in (even, odd))
+                    sums[m][g] = b.add(sums[m][g], b.add(left, right))
+        new = {first[m][g]: sums[m][g] for m in range(num_m) for g in range(num_groups)}
+        loop.close(PACK_STEP, size_k, new)
         for m in range(num_m):
             for g in range(0, num_groups, 2):
-                total = _add_pairs(b, new[sums[m][g]], new[sums[m][g + 1]])
+                total = _add_pairs(b, sums[m][g], sums[m][g + 1])
                 _store(b, total, b.add(out, _index(4 * (m * PACK_N + g * group))))
         return context.get_dummy_value()
 
