@@ -14,6 +14,7 @@ from rich.text import Text
 from jobs.cli import parse_run
 from jobs.generate import generate
 from jobs.models import fetch_demo_model
+from pipeline import storage
 from pipeline.errors import InputError
 from workers.stats import AcceptanceStats
 
@@ -31,7 +32,7 @@ def demo(arguments: Sequence[str]) -> int:
     flags = [*given, "--max-tokens", "128", *arguments]
     code = generate(flags)
     if code == 0:
-        show(Path(parse_run(flags).output))
+        show(storage.local_path(parse_run(flags).output))
     return code
 
 

@@ -54,7 +54,7 @@ def write_plan(config: RunConfig, admission: Admission) -> Plan:
     dataset = ray.data.from_items(
         [{"group": group.to_json()} for group in groups], override_num_blocks=len(groups)
     )
-    write: Callable[..., dict[str, list[str]]] = write_groups
+    write: Callable[..., dict[str, list[str]]] = write_groups  # Ray's types know one argument only.
     written = dataset.map_batches(
         write,
         fn_kwargs={

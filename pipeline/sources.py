@@ -43,7 +43,7 @@ def check_source(uri: str) -> None:
         raise InputError(f"{uri}: is a folder; name the files in it")
     try:
         found = storage.exists(uri)
-    except (OSError, ValueError, ImportError, NotImplementedError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{uri}: cannot be opened ({error})") from error
     if not found:
         raise InputError(f"{uri}: no such file")

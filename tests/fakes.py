@@ -254,7 +254,7 @@ def make_model(precision: Precision, seed: int = _SEED) -> TargetModel:
 
 
 def make_pieces(precision: Precision, seed: int = _SEED) -> list[Piece]:
-    """Random weights as `quant.convert` lays them out: float64, or w8a8 with bf16 embeddings."""
+    """Random weights as `quant.convert` lays them out: float64, or w8a8 or bf16 with bf16 embeddings."""
     rng = np.random.default_rng(seed)
     a = TINY
 
@@ -262,6 +262,10 @@ def make_pieces(precision: Precision, seed: int = _SEED) -> list[Piece]:
         weight = rng.normal(0, gain / num_inputs**0.5, (num_outputs, num_inputs))
         if precision == "float64":
             return {f"{name}.weight": weight}
+        if precision == "bf16":
+            return {
+                f"{name}.weight": torch.from_numpy(weight).bfloat16().view(torch.uint16).numpy()
+            }
         codes, scale = quantize_rows(torch.from_numpy(weight))
         return {f"{name}.weight": pack(codes).numpy(), f"{name}.scale": scale.numpy()}
 

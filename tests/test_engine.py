@@ -19,36 +19,13 @@ from tests.fakes import (
     scripted,
     scripted_logits,
 )
+from tests.mixing import VOCAB, mixed_answer, mixing_target, request
 from workers.backend import KVCache, StepBatch
-from workers.config import SamplingParams
 from workers.engine import Engine
 from workers.proposer import NgramProposer
 from workers.request import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-VOCAB = 11
-
-
-def mixed(history: tuple[int, ...]) -> int:
-    """A next token that depends on every token before it and on where each of them stands."""
-    return sum((at + 1) * token_id for at, token_id in enumerate(history)) % VOCAB
-
-
-def mixing_target() -> FakeTarget:
-    return FakeTarget(lambda history: [float(i == mixed(history)) for i in range(VOCAB)], VOCAB)
-
-
-def mixed_answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(mixed(tuple(tokens)))
-    return tokens[len(prompt) :]
-
-
-def request(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens), seed=0)
-
 
 PROMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, VOCAB), max_size=12).map(tuple), st.integers(1, 9)),

@@ -27,7 +27,7 @@ from workers.stats import AcceptanceStats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PRECISIONS: tuple[Precision, ...] = ("float64", "w8a8")
+PRECISIONS: tuple[Precision, ...] = ("float64", "w8a8", "bf16")
 NUM_SPEC_TOKENS = (0, 1, 3, 7)
 # name -> how many tokens of each scripted draft are right (then one is wrong), in turn.
 SCRIPTS: dict[str, tuple[int, ...]] = {

@@ -17,33 +17,12 @@ from tests.fakes import (
     one_thread,  # noqa: F401
     scripted,
 )
-from workers.config import SamplingParams
+from tests.mixing import VOCAB, mixed, mixed_answer, mixing_target, request
 from workers.request import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-VOCAB = 11
 SYSTEM = tuple(i % 7 for i in range(20))
-
-
-def mixed(history: Sequence[int]) -> int:
-    """A next token that depends on every token before it and on where each of them stands."""
-    return sum((at + 1) * token_id for at, token_id in enumerate(history)) % VOCAB
-
-
-def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(mixed(tokens))
-    return tokens[len(prompt) :]
-
-
-def mixing_target() -> FakeTarget:
-    return FakeTarget(lambda history: [float(i == mixed(history)) for i in range(VOCAB)], VOCAB)
-
-
-def request(name: str, prompt: tuple[int, ...], max_tokens: int = 3) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens), seed=0)
 
 
 def windows(target: FakeTarget) -> list[list[tuple[int, int, int]]]:
@@ -65,7 +44,7 @@ def test_rows_wait_for_the_first_to_compute_what_they_share() -> None:
         # Of a prompt that is known whole, the last token is computed anyway: its logits are needed.
         [(0, 22, 1), (1, 20, 1), (2, 19, 1), (3, 3, 1)],
     ]
-    assert completions == {f"r{i}": answer(prompt, 3) for i, prompt in enumerate(prompts)}
+    assert completions == {f"r{i}": mixed_answer(prompt, 3) for i, prompt in enumerate(prompts)}
 
 
 def test_a_long_beginning_is_waited_for_over_several_passes() -> None:
@@ -87,7 +66,7 @@ def test_what_a_finished_row_left_is_used_where_it_lies() -> None:
     (first,) = engine.generate([request("a", SYSTEM, 5)])
     longer = (*SYSTEM, *first.token_ids, 3, 3)
     (second,) = engine.generate([request("b", longer, 2)])
-    assert list(second.token_ids) == answer(longer, 2)
+    assert list(second.token_ids) == mixed_answer(longer, 2)
     # 20 + 5 tokens, of which the newest was never written.
     assert windows(target)[5][0] == (0, 24, 3)
 
@@ -108,7 +87,7 @@ def test_a_failed_row_leaves_nothing_to_others() -> None:
     assert [c.finish_reason for c in completions] == ["error", "length", "length"]
     assert windows(target)[1] == [(1, 0, 21)]
     for completion, prompt in zip(completions[1:], prompts[1:], strict=True):
-        assert list(completion.token_ids) == answer(prompt, 3)
+        assert list(completion.token_ids) == mixed_answer(prompt, 3)
 
 
 FAMILIES = st.lists(
@@ -138,7 +117,7 @@ def test_no_token_changes(
     """Random prompts from two stems: the fake cache holds tokens, so a wrong copy would show."""
     stems = SYSTEM[:14], SYSTEM[3:17]
     prompts = {f"r{i}": (*stems[s][:n], *tail, 5) for i, (s, n, tail) in enumerate(family)}
-    expected = {name: answer(prompt, 4) for name, prompt in prompts.items()}
+    expected = {name: mixed_answer(prompt, 4) for name, prompt in prompts.items()}
     target = mixing_target()
     engine = make_engine(
         target,

@@ -4,8 +4,8 @@ A backend's results for a token must not depend on which other tokens share the 
 makes a verified draft equal to plain decoding. `TorchBackend` is the reference, for any dtype torch
 computes in; `workers.cpu.CpuBackend` holds the promise bit by bit.
 
-Legend: T tokens of a pass, C model width, I width of the MLP, H query heads, G key/value heads,
-D head size, K inputs, N outputs, L positions of a cache row, R rows of the cache.
+Legend: T tokens of a pass, H query heads, G key/value heads, D head size, K inputs, N outputs,
+J width of a fused projection, L positions of a cache row, R rows of the cache.
 """
 
 from dataclasses import dataclass

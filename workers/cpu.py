@@ -92,18 +92,19 @@ class _CpuLinear(ABC):
     def _run(self, x_TK: np.ndarray, out_TN: np.ndarray, *, add: bool) -> None:
         """Set out to the outputs for x, or add them to it."""
 
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, x_TK: np.ndarray) -> torch.Tensor:
         out_TN = np.empty((len(x_TK), self.num_outputs), np.float32)
-        self._run(_array(x_TK), out_TN, add=False)
+        self._run(x_TK, out_TN, add=False)
         return torch.from_numpy(out_TN)
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._outputs(_array(x_TK))
 
     def of_norm(self, x_TK: torch.Tensor, gain_K: torch.Tensor, eps: float) -> torch.Tensor:
         x = _array(x_TK)
         normed_TK = np.empty_like(x)
         kernels.rms_norm(x, _array(gain_K), eps, normed_TK)
-        out_TN = np.empty((len(x), self.num_outputs), np.float32)
-        self._run(normed_TK, out_TN, add=False)
-        return torch.from_numpy(out_TN)
+        return self._outputs(normed_TK)
 
     def add_to_(self, x_TN: torch.Tensor, h_TK: torch.Tensor) -> None:
         self._run(_array(h_TK), x_TN.numpy(), add=True)

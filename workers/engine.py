@@ -155,8 +155,7 @@ class Engine:
         windows = []
         budget = self._limits.max_num_batched_tokens
         for row in self._rows:
-            pending = row.pending_prompt
-            if not pending:
+            if not row.is_prefilling:
                 draft = row.propose(self._limits.num_spec_tokens)
                 tokens = [row.token_ids[-1], *draft.token_ids]
                 windows.append(_Window(row, tokens, len(tokens), draft))

@@ -103,9 +103,8 @@ class TargetModel:
         for layer in self._layers:
             qkv_TJ = layer.qkv.of_norm(x_TC, layer.input_norm, eps)
             mixed_TJ = layer.attention(qkv_TJ, cache, batch)
-            if (
-                layer is self._layers[-1]
-            ):  # The cache is complete; from here only logits are wanted.
+            if layer is self._layers[-1]:
+                # The cache is complete; from here only logits are wanted.
                 x_TC, mixed_TJ = x_TC[batch.logit_indices], mixed_TJ[batch.logit_indices]
             layer.o.add_to_(x_TC, mixed_TJ)
             gate_up_TJ = layer.gate_up.of_norm(x_TC, layer.post_norm, eps)
