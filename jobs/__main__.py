@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable, Sequence
 
-_COMMANDS = ("generate", "demo")
+_COMMANDS = ("generate", "quantize", "demo")
 _USAGE = """usage: python -m jobs COMMAND [options]
 
 commands:
   generate   generate a data set: prompts in, answers with acceptance statistics out
-  demo       the same with the demo model and the example prompts, shown in the terminal
+  quantize   convert a checkpoint to W8A8, measure it, write it for this and other engines
+  demo       generate, with the demo model and the example prompts, shown in the terminal
 
 python -m jobs COMMAND --help lists a command's options."""
 
@@ -43,6 +44,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from jobs.generate import generate
 
         return generate
+    if name == "quantize":
+        from jobs.quantize import quantize
+
+        return quantize
     from jobs.demo import demo
 
     return demo

@@ -1,4 +1,4 @@
-"""Command line and YAML file to one RunConfig; flags win, and an unknown key is an error by name."""
+"""Command line and YAML file to one configuration; flags win, and an unknown key is an error by name."""
 
 import argparse
 import json
@@ -16,11 +16,22 @@ from pydantic_settings import (
 )
 
 from pipeline import storage
-from pipeline.config import RunConfig
+from pipeline.config import QuantizeConfig, RunConfig
 from pipeline.errors import InputError, describe
 
 # The configuration keys people set every day, with the short flags they know.
-SHORTCUTS = {
+QUANT_SHORTCUTS = {
+    f"quant.{key}": key.replace("_", "-")
+    for key in (
+        "recipe",
+        "alpha",
+        "calibration",
+        "num_calibration_samples",
+        "target_agreement",
+        "max_float_bytes",
+    )
+}
+SHORTCUTS = QUANT_SHORTCUTS | {
     "sampling.max_tokens": "max-tokens",
     "sampling.temperature": "temperature",
     "sampling.top_p": "top-p",
@@ -34,17 +45,13 @@ SHORTCUTS = {
 }
 
 
-class _Settings(RunConfig, BaseSettings):
-    """Generate a data set: prompts in, answers with acceptance statistics out.
+_FILE_LISTS = {"input", "evaluate"}
 
-    --config FILE reads a YAML file first. Every key of the configuration is a flag.
-    """
 
+class _Settings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
-        cli_prog_name="python -m jobs generate",
-        cli_shortcuts=SHORTCUTS,
         cli_exit_on_error=False,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
@@ -64,36 +71,72 @@ class _Settings(RunConfig, BaseSettings):
         return (init_settings,)
 
 
+class _Generate(RunConfig, _Settings):
+    """Generate a data set: prompts in, answers with acceptance statistics out.
+
+    --config FILE reads a YAML file first. Every key of the configuration is a flag.
+    """
+
+    model_config = SettingsConfigDict(
+        cli_prog_name="python -m jobs generate", cli_shortcuts=SHORTCUTS
+    )
+
+
+class _Quantize(QuantizeConfig, _Settings):
+    """Convert a checkpoint to W8A8 and write it as a compressed-tensors folder.
+
+    --config FILE reads a YAML file first. Every key of the configuration is a flag.
+    """
+
+    model_config = SettingsConfigDict(
+        cli_prog_name="python -m jobs quantize",
+        cli_shortcuts=QUANT_SHORTCUTS
+        | {"num_evaluation_samples": "num-evaluation-samples", "max_tokens": "max-tokens"},
+    )
+
+
 def parse_run(arguments: Sequence[str]) -> RunConfig:
-    """The configuration a command line stands for.
+    """The configuration of `generate` that a command line stands for.
 
     Raises:
         InputError: an unknown key, a value out of range, an unreadable file.
         SystemExit: --help was asked for.
     """
+    # The parser takes a one-letter name for a short flag.
+    arguments = [
+        "--sampling.n" + a[3:] if a == "--n" or a.startswith("--n=") else a for a in arguments
+    ]
+    return RunConfig.model_validate(_parse(_Generate, arguments).model_dump())
+
+
+def parse_quantize(arguments: Sequence[str]) -> QuantizeConfig:
+    """The configuration of `quantize` that a command line stands for; raises as `parse_run` does."""
+    return QuantizeConfig.model_validate(_parse(_Quantize, arguments).model_dump())
+
+
+def _parse(settings: type[_Settings], arguments: Sequence[str]) -> _Settings:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
     # Taken verbatim: the settings parser would split a value at its commas.
-    first.add_argument("--input", nargs="*", action="extend")
-    first.add_argument("--sampling.stop", action="append", dest="stop")
+    for name in _FILE_LISTS & settings.model_fields.keys():
+        first.add_argument(f"--{name}", nargs="*", action="extend")
+    if "sampling" in settings.model_fields:
+        first.add_argument("--sampling.stop", action="append", dest="stop")
     try:
-        known, rest = first.parse_known_args(_split_inputs(arguments))
+        known, rest = first.parse_known_args(_split_files(arguments))
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
-    verbatim: dict[str, Any] = {"input": known.input} if known.input else {}
-    if known.stop:
-        verbatim["sampling"] = {"stop": [stop for given in known.stop for stop in _stops(given)]}
+    verbatim = {name: given for name in _FILE_LISTS if (given := getattr(known, name, None))}
+    if stops := getattr(known, "stop", None):
+        verbatim["sampling"] = {"stop": [stop for given in stops for stop in _stops(given)]}
     values = _read_config(known.config) if known.config else {}
-    # The parser takes a one-letter name for a short flag.
-    rest = ["--sampling.n" + a[3:] if a == "--n" or a.startswith("--n=") else a for a in rest]
     try:
-        source = CliSettingsSource[Any](_Settings, cli_parse_args=rest)
-        settings = _Settings(**_merge(_merge(values, source()), verbatim))
+        source = CliSettingsSource[Any](settings, cli_parse_args=rest)
+        return settings(**_merge(_merge(values, source()), verbatim))
     except ValidationError as error:
         raise InputError(describe(error)) from error
     except SettingsError as error:
         raise InputError(_explain(str(error))) from error
-    return RunConfig.model_validate(settings.model_dump())
 
 
 def _read_config(uri: str) -> dict[str, Any]:
@@ -119,12 +162,13 @@ def _check_keys(values: dict[Any, Any], uri: str, prefix: str = "") -> None:
             _check_keys(value, uri, f"{prefix}{key}.")
 
 
-def _split_inputs(arguments: Sequence[str]) -> list[str]:
+def _split_files(arguments: Sequence[str]) -> list[str]:
     """Let `--input=A B` name two files, as `--input A B` does."""
     split: list[str] = []
     for argument in arguments:
-        is_input = argument.startswith("--input=")
-        split += ["--input", argument.removeprefix("--input=")] if is_input else [argument]
+        flag, equals, value = argument.partition("=")
+        is_list = equals and flag.removeprefix("--") in _FILE_LISTS
+        split += [flag, value] if is_list else [argument]
     return split
 
 

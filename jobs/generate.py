@@ -18,6 +18,7 @@ from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import InputError, describe
 from pipeline.sources import check_source
+from quant.config import QuantConfig
 from quant.hub import find_checkpoint
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ def generate(arguments: Sequence[str]) -> int:
     """Run the main job; returns the exit code. Raises InputError or CheckpointError for bad input."""
     config = parse_run(arguments)
     started = time.monotonic()
-    for uri in config.input:
+    for uri in (*config.input, *filter(None, [config.quant.calibration])):
         check_source(uri)
     with _naming(config.output):
         _check_output(config)
     folder = find_checkpoint(config.model).resolve()
     try:
         with ThreadPoolExecutor(1) as aside:
-            opening = aside.submit(_open_model, folder)
+            opening = aside.submit(_open_model, folder, config.quant)
             _start_ray()
             model = opening.result()
         with _naming(config.output):
@@ -96,11 +97,11 @@ def _is_unplanned(output: str) -> bool:
     return storage.is_local(output) and storage.is_empty_folder(data) and not storage.exists(plan)
 
 
-def _open_model(folder: Path) -> "Model":
+def _open_model(folder: Path, config: QuantConfig) -> "Model":
     """Open the model while Ray starts: torch and transformers take seconds to import, Ray to start."""
     from jobs.run import open_model
 
-    return open_model(folder)
+    return open_model(folder, config)
 
 
 def _start_ray() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from pipeline.admission import Admission, load_tokenizer
+from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
 from pipeline.graph import GenerateSettings, run_shards, write_plan
 from pipeline.parts import PartReport, Provenance, pending_shards, read_report
@@ -19,6 +20,8 @@ from pipeline.plan import Plan
 from pipeline.schema import schema_to_json
 from pipeline.summary import Summary, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
+from quant.config import QuantConfig
+from quant.convert import check_precision
 from quant.store import WeightsRef, convert_to_store
 from workers.actor import WorkerSettings
 
@@ -31,15 +34,19 @@ class Model:
     tokenizer: Any
 
 
-def open_model(folder: Path) -> Model:
+def open_model(folder: Path, config: QuantConfig) -> Model:
     """Check a model's folder; raises InputError or CheckpointError with the reason."""
     checkpoint = open_checkpoint(folder)
+    check_precision(checkpoint, config)
     return Model(checkpoint, load_tokenizer(checkpoint.folder))
 
 
 def run(config: RunConfig, model: Model, started: float) -> None:
     """Plan, convert, generate and sum up; Ray is running. `started`: when the job did (monotonic)."""
-    weights = convert_to_store(model.checkpoint, config.quant)
+    texts = []
+    if not model.checkpoint.quantized:
+        texts = read_calibration(config.quant, model.tokenizer)
+    weights = convert_to_store(model.checkpoint, config.quant, texts, config.cluster.weights)
     limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
     vocab_size = model.checkpoint.architecture.vocab_size
     admission = Admission(model.tokenizer, config.sampling, limit, vocab_size)
@@ -58,7 +65,8 @@ def run(config: RunConfig, model: Model, started: float) -> None:
             f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
             f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
         )
-    run = _describe_run(config, weights, fresh, first_part_after)
+    made = weights.wait() if pending else {}
+    run = _describe_run(config, weights, fresh, first_part_after) | describe_weights(made)
     write_summary(config.output, total, run)
     print(format_summary(total.to_dict() | run))
 
@@ -93,9 +101,37 @@ def format_summary(summary: dict[str, Any]) -> str:
         "speed": f"{run['tokens_per_second']:.0f} tokens/s over {run['generation_seconds']:.1f} s"
         if run["num_shards"]
         else "nothing was left to do",
+        "weights": _format_weights(summary),
         "output": summary["output"],
     }
     return "\n".join(f"{key:>8}  {value}" for key, value in lines.items())
+
+
+def describe_weights(report: dict[str, Any]) -> dict[str, Any]:
+    """What a summary says of how the weights were made (`quant.prepare`'s report)."""
+    fidelity = report.get("fidelity_on_calibration_texts") or {}
+    return {
+        "weights": {
+            "recipe": (report.get("recipe") or {}).get("recipe"),
+            "int8_share_of_linears": report.get("int8_share_of_linears"),
+            "float_linears": report.get("float_linears", []),
+            "top1_agreement": fidelity.get("top1_agreement"),
+            "mean_kl": fidelity.get("mean_kl"),
+        }
+    }
+
+
+def _format_weights(summary: dict[str, Any]) -> str:
+    weights = summary["weights"]
+    if weights["recipe"] is None:
+        return str(summary["precision"])
+    text = f"{summary['precision']} ({weights['recipe']}), {weights['int8_share_of_linears']:.1%} of the "
+    text += "linears in int8"
+    if weights["top1_agreement"] is None:
+        return text + "; distance to the original not measured"
+    return text + (
+        f"; {weights['top1_agreement']:.1%} of first choices as in float32, KL {weights['mean_kl']:.4f}"
+    )
 
 
 def _settings(config: RunConfig, model: Model, plan: Plan, weights: WeightsRef) -> GenerateSettings:

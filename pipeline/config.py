@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -33,6 +33,11 @@ class ClusterConfig(BaseModel):
     num_workers: int = Field(1, ge=1, description="Actors, each with an engine of its own.")
     num_cpus_per_worker: int | None = Field(
         None, ge=1, description="Threads of a worker; None: an even share of the cluster's CPUs."
+    )
+    weights: Literal["object_store", "file"] = Field(
+        "object_store",
+        description="Where a node's workers share the weights: in Ray's object store, or in files under "
+        "the cache folder, if the store cannot hold them.",
     )
     shards_per_worker: int = Field(
         4, ge=1, description="Shards a worker holds at once, so that its batch never runs dry."
@@ -89,6 +94,39 @@ class RunConfig(BaseModel):
     def to_yaml(self) -> str:
         """The resolved configuration; feeding it to --config gives the same run."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class QuantizeConfig(BaseModel):
+    """Everything a conversion depends on, and what it is measured by."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        min_length=1, description="Folder of a Hugging Face checkpoint, or a hub id."
+    )
+    output: str = Field(min_length=1, description="Folder to write; must not exist, or be empty.")
+    evaluate: tuple[str, ...] = Field(
+        (),
+        description="Prompt files to measure fidelity on, held out from calibration. Rows with an "
+        "`answer` (a number) or with a `test` and an `entry_point` (Python) are graded, too; tests run "
+        "in processes of their own.",
+    )
+    num_evaluation_samples: int = Field(32, ge=1, description="Rows used of each of them.")
+    max_tokens: int = Field(64, ge=2, description="Tokens of an answer that is measured or graded.")
+    quant: QuantConfig = QuantConfig()
+
+    @field_validator("evaluate", mode="before")
+    @classmethod
+    def _one_file(cls, value: Any) -> Any:
+        """A single file needs no list."""
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("quant")
+    @classmethod
+    def _is_w8a8(cls, value: QuantConfig) -> QuantConfig:
+        if value.precision != "w8a8":
+            raise ValueError("quantize writes w8a8; no other precision")
+        return value
 
 
 def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -71,17 +71,12 @@ class Architecture:
 
 def read_architecture(folder: Path) -> Architecture:
     """Read and check `folder/config.json`; raises CheckpointError with the reason."""
-    raw = _read_raw_config(folder)
+    raw = read_raw_config(folder)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise CheckpointError(
             f"{folder}: model_type {model_type!r} is not supported (supported: "
             f"{', '.join(FAMILIES)}); code shipped with a checkpoint is never run"
-        )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"{folder}: already quantized ({method}); give the original floating-point checkpoint"
         )
     config = _parse_config(folder)
     if config.hidden_act != "silu":
@@ -115,7 +110,8 @@ def read_architecture(folder: Path) -> Architecture:
     )
 
 
-def _read_raw_config(folder: Path) -> dict[str, Any]:
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """config.json as it stands; raises CheckpointError if there is none or it is damaged."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json, so this is no Hugging Face checkpoint")

@@ -8,22 +8,56 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.architecture import Architecture, read_architecture
+from quant.architecture import Architecture, read_architecture, read_raw_config
 from quant.errors import CheckpointError
+from quant.scheme import read_scheme
 
 HEAD, EMBEDDINGS, FINAL_NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True)
+class LinearGroup:
+    """Linears of a layer that share their input and are fused into one; names within the layer."""
+
+    name: str
+    linears: tuple[str, ...]
+    has_bias: bool
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A folder of safetensors with the file that holds each tensor."""
+    """A folder of safetensors: the file that holds each tensor, and which linears are int8."""
 
     folder: Path
     architecture: Architecture
     files: dict[str, Path]
+    quantized: frozenset[str] = frozenset()
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor in its stored dtype; raises CheckpointError if it cannot be read."""
+        """Read a floating-point tensor in its stored dtype; raises CheckpointError if it is none."""
+        tensor = self._read(name)
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{self.folder}: {name} has dtype {tensor.dtype}, not a float")
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{self.folder}: {name} holds NaN or infinity")
+        return tensor
+
+    def read_codes(self, linear: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The int8 codes [N, K] and the float32 scales [N] of a quantized linear."""
+        codes_NK = self._read(f"{linear}.weight")
+        if codes_NK.dtype != torch.int8:
+            raise CheckpointError(
+                f"{self.folder}: {linear}.weight has dtype {codes_NK.dtype}, and the "
+                "quantization_config says int8"
+            )
+        return codes_NK, self.read(f"{linear}.weight_scale").float().flatten()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of what stays in floating point."""
+        return self.read(FINAL_NORM).dtype
+
+    def _read(self, name: str) -> torch.Tensor:
         try:
             with safe_open(self.files[name], framework="pt") as handle:
                 return handle.get_tensor(name)  # type: ignore[no-any-return]
@@ -42,10 +76,20 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Index a checkpoint and check that its tensors are exactly those its config calls for."""
+    """Index a checkpoint and check that its tensors are exactly those its config calls for.
+
+    It may be in floating point, or quantized as `quant.scheme` describes.
+    """
+    raw = read_raw_config(folder)
     architecture = read_architecture(folder)
+    scheme = read_scheme(raw, folder)
+    quantized = frozenset(
+        linear for linear in linear_names(architecture) if scheme and scheme.covers(linear)
+    )
     files, shapes = _index(folder)
     expected = tensor_shapes(architecture)
+    for linear in quantized:
+        expected[f"{linear}.weight_scale"] = (expected[f"{linear}.weight"][0], 1)
     present = {name for name in shapes if not name.endswith("rotary_emb.inv_freq")}
     if architecture.tied_head:
         present.discard(HEAD)  # Some exporters write the tied copy too.
@@ -60,54 +104,86 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{files[name]}: {name} has the shape {shapes[name]}, config.json says {shape}"
             )
-    return Checkpoint(folder, architecture, {name: files[name] for name in expected})
+    checkpoint = Checkpoint(
+        folder, architecture, {name: files[name] for name in expected}, quantized
+    )
+    _check_groups(checkpoint)
+    return checkpoint
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor that the architecture needs, by Hugging Face's name, with its shape."""
     a = architecture
-    hidden, q_size, kv_size = a.hidden_size, a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    outputs = {
-        "q_proj": q_size,
-        "k_proj": kv_size,
-        "v_proj": kv_size,
-        "o_proj": hidden,
-        "gate_proj": a.intermediate_size,
-        "up_proj": a.intermediate_size,
-        "down_proj": hidden,
-    }
-    inputs = {"o_proj": q_size, "down_proj": a.intermediate_size}
     shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDINGS: (a.vocab_size, hidden),
-        FINAL_NORM: (hidden,),
+        EMBEDDINGS: (a.vocab_size, a.hidden_size),
+        FINAL_NORM: (a.hidden_size,),
     }
     if not a.tied_head:
-        shapes[HEAD] = (a.vocab_size, hidden)
+        shapes[HEAD] = (a.vocab_size, a.hidden_size)
     for index in range(a.num_layers):
-        layer = f"model.layers.{index}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{layer}.{norm}.weight"] = (hidden,)
-        for norm in ("q_norm", "k_norm") if a.qk_norm else ():
-            shapes[f"{layer}.self_attn.{norm}.weight"] = (a.head_dim,)
-        for module, parts, bias in linear_groups(a):
-            for part in parts:
-                shapes[f"{layer}.{module}.{part}.weight"] = (
-                    outputs[part],
-                    inputs.get(part, hidden),
-                )
-                if bias:
-                    shapes[f"{layer}.{module}.{part}.bias"] = (outputs[part],)
+        for name, shape in layer_names(a).items():
+            shapes[f"model.layers.{index}.{name}"] = shape
     return shapes
 
 
-def linear_groups(architecture: Architecture) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
-    """The linears of a layer as they are fused: (module, projections, has a bias)."""
+def layer_names(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer by their names within it, with their shapes."""
+    a = architecture
+    hidden, q_size, kv_size = a.hidden_size, a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    outputs = {
+        "self_attn.q_proj": q_size,
+        "self_attn.k_proj": kv_size,
+        "self_attn.v_proj": kv_size,
+        "self_attn.o_proj": hidden,
+        "mlp.gate_proj": a.intermediate_size,
+        "mlp.up_proj": a.intermediate_size,
+        "mlp.down_proj": hidden,
+    }
+    inputs = {"self_attn.o_proj": q_size, "mlp.down_proj": a.intermediate_size}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")
+    }
+    for norm in ("q_norm", "k_norm") if a.qk_norm else ():
+        shapes[f"self_attn.{norm}.weight"] = (a.head_dim,)
+    for group in linear_groups(a):
+        for linear in group.linears:
+            shapes[f"{linear}.weight"] = (outputs[linear], inputs.get(linear, hidden))
+            if group.has_bias:
+                shapes[f"{linear}.bias"] = (outputs[linear],)
+    return shapes
+
+
+def linear_groups(architecture: Architecture) -> tuple[LinearGroup, ...]:
+    """The linears of a layer as they are fused: qkv, o, gate_up, down."""
+    a = architecture
+    attention, mlp = "self_attn", "mlp"
     return (
-        ("self_attn", ("q_proj", "k_proj", "v_proj"), architecture.qkv_bias),
-        ("self_attn", ("o_proj",), architecture.o_bias),
-        ("mlp", ("gate_proj", "up_proj"), architecture.mlp_bias),
-        ("mlp", ("down_proj",), architecture.mlp_bias),
+        LinearGroup("qkv", tuple(f"{attention}.{x}_proj" for x in "qkv"), a.qkv_bias),
+        LinearGroup("o", (f"{attention}.o_proj",), a.o_bias),
+        LinearGroup("gate_up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), a.mlp_bias),
+        LinearGroup("down", (f"{mlp}.down_proj",), a.mlp_bias),
     )
+
+
+def linear_names(architecture: Architecture) -> list[str]:
+    """Every linear that may be quantized, by Hugging Face's name; the head if it is not tied."""
+    linears = [linear for group in linear_groups(architecture) for linear in group.linears]
+    names = [f"model.layers.{i}.{x}" for i in range(architecture.num_layers) for x in linears]
+    return names if architecture.tied_head else [*names, HEAD.removesuffix(".weight")]
+
+
+def _check_groups(checkpoint: Checkpoint) -> None:
+    """Linears that are fused must be quantized together."""
+    for index in range(checkpoint.architecture.num_layers):
+        for group in linear_groups(checkpoint.architecture):
+            names = [f"model.layers.{index}.{linear}" for linear in group.linears]
+            inside = [name for name in names if name in checkpoint.quantized]
+            if inside and inside != names:
+                float_one = next(name for name in names if name not in checkpoint.quantized)
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {inside[0]} is int8 and {float_one} is not; linears that "
+                    "share their input must be quantized together"
+                )
 
 
 def _index(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:

@@ -5,23 +5,29 @@ projections that share an input are fused (q/k/v, gate/up), and the int8 weights
 (`quant.int8.pack`). numpy has no bfloat16, so a bfloat16 tensor travels as uint16; nothing else does.
 """
 
-import hashlib
-import json
+import math
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from quant.checkpoint import EMBEDDINGS, FINAL_NORM, HEAD, Checkpoint, linear_groups
+from quant.architecture import Architecture
+from quant.checkpoint import (
+    EMBEDDINGS,
+    FINAL_NORM,
+    HEAD,
+    Checkpoint,
+    linear_groups,
+    tensor_shapes,
+)
 from quant.config import Precision, QuantConfig
+from quant.decoder import LayerTensors, fused_bias, fused_weight
 from quant.errors import CheckpointError
-from quant.int8 import pack, quantize_rows
+from quant.int8 import dequantize_rows, pack, quantize_rows
+from quant.quantize import ROUND_TO_NEAREST, layer_tensors
 
 Piece = dict[str, np.ndarray]
-
-# Part of the digest: raise it whenever the tensors made from the same checkpoint change.
-CODE_VERSION = 2
 
 _FLOAT_DTYPES: dict[Precision, torch.dtype] = {
     "w8a8": torch.bfloat16,
@@ -29,13 +35,6 @@ _FLOAT_DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-_FUSED_NAMES = ("qkv", "o", "gate_up", "down")
-
-
-def weights_digest(checkpoint: Checkpoint, config: QuantConfig) -> str:
-    """Name the converted weights by their content: source, recipe and code version (hex)."""
-    recipe = json.dumps([checkpoint.digest(), config.model_dump(), CODE_VERSION], sort_keys=True)
-    return hashlib.sha256(recipe.encode()).hexdigest()
 
 
 def num_pieces(checkpoint: Checkpoint) -> int:
@@ -43,11 +42,42 @@ def num_pieces(checkpoint: Checkpoint) -> int:
     return checkpoint.architecture.num_layers + 1
 
 
+def num_bytes(checkpoint: Checkpoint, config: QuantConfig) -> int:
+    """About how many bytes the pieces take together, known before anything is read."""
+    wide = _FLOAT_DTYPES[config.precision].itemsize
+    w8a8 = config.precision == "w8a8"
+    total = 0
+    for name, shape in tensor_shapes(checkpoint.architecture).items():
+        is_linear = len(shape) == 2 and name != EMBEDDINGS
+        is_int8 = w8a8 and (is_linear if name != HEAD else config.head == "int8")
+        total += math.prod(shape) * (1 if is_int8 else wide)
+    if checkpoint.architecture.tied_head and w8a8 and config.head == "int8":
+        total += math.prod(tensor_shapes(checkpoint.architecture)[EMBEDDINGS])
+    return total + ((config.max_float_bytes or 0) if w8a8 else 0)
+
+
 def convert(checkpoint: Checkpoint, config: QuantConfig) -> Iterator[Piece]:
-    """Yield the pieces in order; the same input always gives the same bytes."""
-    yield _convert_outer(checkpoint, config)
+    """Yield the pieces in order; the same input always gives the same bytes.
+
+    Of a floating-point checkpoint w8a8 makes weights rounded to nearest; see `quant.prepare` for more.
+
+    Raises:
+        CheckpointError: a tensor is unusable, or a quantized checkpoint is to run in floating point.
+    """
+    check_precision(checkpoint, config)
+    yield _outer_piece(checkpoint, config)
     for index in range(checkpoint.architecture.num_layers):
-        yield _convert_layer(checkpoint, config, index)
+        layer = layer_tensors(checkpoint, config, ROUND_TO_NEAREST, index)
+        yield _layer_piece(layer, checkpoint.architecture, config)
+
+
+def check_precision(checkpoint: Checkpoint, config: QuantConfig) -> None:
+    """Raise CheckpointError if a quantized checkpoint is to run in floating point."""
+    if checkpoint.quantized and config.precision != "w8a8":
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds int8 weights and cannot run in {config.precision}; give the "
+            "original checkpoint"
+        )
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
@@ -59,57 +89,63 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
-def _convert_outer(checkpoint: Checkpoint, config: QuantConfig) -> Piece:
+def _outer_piece(checkpoint: Checkpoint, config: QuantConfig) -> Piece:
     quantized = config.precision == "w8a8"
     piece: Piece = {}
-    embeddings = _read(checkpoint, EMBEDDINGS)
+    embeddings = checkpoint.read(EMBEDDINGS)
     if quantized and config.embeddings == "int8":  # Looked up row by row, hence not packed.
         codes, scale = quantize_rows(embeddings)
         piece["embeddings.weight"], piece["embeddings.scale"] = codes.numpy(), scale.numpy()
     else:
         piece["embeddings.weight"] = _weight_array(embeddings, config)
     head_int8 = quantized and config.head == "int8"
-    head = embeddings if checkpoint.architecture.tied_head else _read(checkpoint, HEAD)
-    if head is not embeddings or "embeddings.scale" in piece or head_int8:
-        _put(piece, "head", head, config, int8=head_int8)
-    piece["final_norm"] = _float_array(_read(checkpoint, FINAL_NORM), config)
+    if not checkpoint.architecture.tied_head:
+        _put_head(piece, checkpoint, config, int8=head_int8)
+    elif head_int8:
+        _put_int8(piece, "head", *quantize_rows(embeddings))
+    elif "embeddings.scale" in piece:
+        piece["head.weight"] = _weight_array(embeddings, config)
+    piece["final_norm"] = _float_array(checkpoint.read(FINAL_NORM), config)
     return piece
 
 
-def _convert_layer(checkpoint: Checkpoint, config: QuantConfig, index: int) -> Piece:
-    layer = f"model.layers.{index}"
-    architecture = checkpoint.architecture
+def _put_head(piece: Piece, checkpoint: Checkpoint, config: QuantConfig, *, int8: bool) -> None:
+    """A head of its own; other tools quantize it, too."""
+    linear = HEAD.removesuffix(".weight")
+    if linear in checkpoint.quantized:
+        codes, scale = checkpoint.read_codes(linear)
+    elif int8:
+        codes, scale = quantize_rows(checkpoint.read(HEAD))
+    else:
+        piece["head.weight"] = _weight_array(checkpoint.read(HEAD), config)
+        return
+    if int8:
+        _put_int8(piece, "head", codes, scale)
+    else:
+        piece["head.weight"] = _weight_array(dequantize_rows(codes, scale), config)
+
+
+def _layer_piece(layer: LayerTensors, architecture: Architecture, config: QuantConfig) -> Piece:
     piece: Piece = {}
     norms = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
     if architecture.qk_norm:
         norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     for ours, theirs in norms.items():
-        piece[ours] = _float_array(_read(checkpoint, f"{layer}.{theirs}.weight"), config)
-    for fused, (module, parts, bias) in zip(_FUSED_NAMES, linear_groups(architecture), strict=True):
-        names = [f"{layer}.{module}.{part}" for part in parts]
-        weight = torch.cat([_read(checkpoint, f"{name}.weight") for name in names])
-        _put(piece, fused, weight, config, int8=config.precision == "w8a8")
-        if bias:
-            biases = torch.cat([_read(checkpoint, f"{name}.bias") for name in names])
-            piece[f"{fused}.bias"] = _float_array(biases, config)
+        piece[ours] = _float_array(layer[f"{theirs}.weight"], config)
+    for group in linear_groups(architecture):
+        weight, bias = fused_weight(layer, group), fused_bias(layer, group)
+        if weight.dtype == torch.int8:
+            scales = [layer[f"{linear}.weight_scale"] for linear in group.linears]
+            _put_int8(piece, group.name, weight, torch.cat(scales).flatten())
+        else:
+            piece[f"{group.name}.weight"] = _weight_array(weight, config)
+        if bias is not None:
+            piece[f"{group.name}.bias"] = _float_array(bias, config)
     return piece
 
 
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    tensor = checkpoint.read(name)
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"{checkpoint.folder}: {name} has dtype {tensor.dtype}, not a float")
-    if not torch.isfinite(tensor).all():
-        raise CheckpointError(f"{checkpoint.folder}: {name} holds NaN or infinity")
-    return tensor
-
-
-def _put(piece: Piece, name: str, weight: torch.Tensor, config: QuantConfig, *, int8: bool) -> None:
-    if int8:
-        codes, scale = quantize_rows(weight)
-        piece[f"{name}.weight"], piece[f"{name}.scale"] = pack(codes).numpy(), scale.numpy()
-    else:
-        piece[f"{name}.weight"] = _weight_array(weight, config)
+def _put_int8(piece: Piece, name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    piece[f"{name}.weight"], piece[f"{name}.scale"] = pack(codes).numpy(), scale.numpy()
 
 
 def _weight_array(weight: torch.Tensor, config: QuantConfig) -> np.ndarray:

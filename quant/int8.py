@@ -28,7 +28,7 @@ _INT32_MAX = 2**31 - 1
 
 def max_activation_code(num_inputs: int) -> int:
     """The largest activation code whose sums with int8 weights over K inputs fit an int32."""
-    return min(2**15 - 1, _INT32_MAX // (MAX_CODE * num_inputs))
+    return min(2**15 - 1, _INT32_MAX // (128 * num_inputs))  # Other tools also use the code -128.
 
 
 def quantize_rows(
@@ -48,6 +48,13 @@ def quantize_rows(
     scale_M = torch.where(largest_M > 0, largest_M / max_code, torch.ones_like(largest_M))
     codes_MK = (x_MK / scale_M[:, None]).round().clamp(-max_code, max_code)
     return codes_MK.to(torch.int8 if max_code <= MAX_CODE else torch.int16), scale_M
+
+
+def round_rows(x_MK: torch.Tensor, max_code: int = MAX_CODE) -> torch.Tensor:
+    """The nearest matrix that codes with a scale per row can stand for, in the dtype of `x_MK`."""
+    largest_M1 = x_MK.abs().amax(dim=1, keepdim=True)
+    scale_M1 = torch.where(largest_M1 > 0, largest_M1 / max_code, torch.ones_like(largest_M1))
+    return (x_MK / scale_M1).round_().clamp_(-max_code, max_code).mul_(scale_M1)
 
 
 def dequantize_rows(codes_MK: torch.Tensor, scale_M: torch.Tensor) -> torch.Tensor:

@@ -5,17 +5,24 @@ make a lost one again from its lineage (conversion is deterministic). They are n
 process of a node reads the same shared memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import ray
 from ray.exceptions import RayTaskError
 
 from quant.architecture import Architecture
+from quant.calibrate import Text
 from quant.checkpoint import Checkpoint
 from quant.config import QuantConfig
-from quant.convert import Piece, convert, num_pieces, weights_digest
+from quant.convert import Piece, convert, num_bytes, num_pieces
 from quant.errors import CheckpointError
+from quant.node_copy import node_copy
+from quant.prepare import prepared, recipe_digest, report_of, weights_digest
+
+Placement = Literal["object_store", "file"]
+_STORE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,17 @@ class WeightsRef:
     architecture: Architecture
     digest: str
     pieces: tuple["ray.ObjectRef[Piece]", ...]
-    done: "ray.ObjectRef[bool]"
+    report: "ray.ObjectRef[dict[str, Any]]"
+    placement: Placement = "object_store"
 
-    def wait(self) -> None:
-        """Wait for the conversion; raises CheckpointError if it found the weights unusable."""
+    def wait(self) -> dict[str, Any]:
+        """How the weights were made (see `quant.prepare`), once they are; empty if nothing is known.
+
+        Raises:
+            CheckpointError: the conversion found the checkpoint unusable.
+        """
         try:
-            ray.get(self.done)
+            return ray.get(self.report)
         except RayTaskError as error:
             if isinstance(error.cause, CheckpointError):
                 raise error.cause from error
@@ -42,21 +54,54 @@ class WeightsRef:
 
     def attach(self) -> list[Piece]:
         """Read-only views of the pieces in shared memory; waits for the conversion to end."""
+        if self.placement == "file":
+            return node_copy(self.digest, (ray.get(ref) for ref in self.pieces))
         return ray.get(list(self.pieces))
 
 
-def convert_to_store(checkpoint: Checkpoint, config: QuantConfig) -> WeightsRef:
-    """Submit the one conversion task; returns at once with references to its pieces."""
+def convert_to_store(
+    checkpoint: Checkpoint,
+    config: QuantConfig,
+    texts: Sequence[Text] = (),
+    placement: Placement = "object_store",
+) -> WeightsRef:
+    """Submit the one conversion task; returns at once with references to its pieces.
+
+    Args:
+        checkpoint: the source, in floating point or quantized.
+        config: the recipe.
+        texts: to calibrate on, if the recipe does.
+        placement: where a node's workers read the pieces: in its object store, or in a file of its own.
+
+    Raises:
+        CheckpointError: some node's object store cannot hold the weights.
+    """
+    if placement == "object_store":
+        _check_stores(num_bytes(checkpoint, config))
+    recipe = recipe_digest(checkpoint, config, texts)
     task = _convert_task.options(num_returns=num_pieces(checkpoint) + 1, name="convert")
-    refs = cast("list[ray.ObjectRef[Any]]", task.remote(checkpoint, config))
-    *pieces, done = refs
-    digest = weights_digest(checkpoint, config)
-    return WeightsRef(checkpoint.architecture, digest, tuple(pieces), done)
+    refs = cast("list[ray.ObjectRef[Any]]", task.remote(checkpoint, config, texts, recipe))
+    *pieces, report = refs
+    digest = weights_digest(config, recipe)
+    return WeightsRef(checkpoint.architecture, digest, tuple(pieces), report, placement)
+
+
+def _check_stores(needed: int) -> None:
+    """Every node may get a worker, and its store must hold the weights beside what passes through."""
+    for node in ray.nodes():
+        size = int(node["Resources"].get("object_store_memory", 0))
+        if node["Alive"] and needed > _STORE_SHARE * size:
+            raise CheckpointError(
+                f"the weights take {needed / 2**30:.2f} GiB, and the object store of node "
+                f"{node['NodeManagerHostname']} holds {size / 2**30:.2f} GiB: start Ray with a larger "
+                "--object-store-memory, or set --cluster.weights file"
+            )
 
 
 # A generator with a fixed number of returns: Ray stores each piece as it is yielded, so the task
 # never holds more than one layer beside what it is reading.
 @ray.remote(num_cpus=0.5, max_retries=3)
-def _convert_task(checkpoint: Checkpoint, config: QuantConfig):  # type: ignore[no-untyped-def]
-    yield from convert(checkpoint, config)
-    yield True
+def _convert_task(checkpoint: Checkpoint, config: QuantConfig, texts: Sequence[Text], recipe: str):  # type: ignore[no-untyped-def]
+    with prepared(checkpoint, config, texts, recipe) as source:
+        yield from convert(source, config)
+        yield report_of(source, config)

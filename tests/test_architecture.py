@@ -39,7 +39,7 @@ DOORS = {
         "workers/actor.py",
     },
     "llvmlite": {"workers/tiles.py", "workers/kernels.py", "workers/actor.py"},
-    "safetensors": {"quant/checkpoint.py"},
+    "safetensors": {"quant/checkpoint.py", "quant/compressed.py"},
     "rich": {"jobs"},
     "yaml": {"jobs", "pipeline/config.py"},
 }

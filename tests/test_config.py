@@ -85,6 +85,13 @@ _OTHER = {
     "engine.prompt_lookup_max": 4,
     "engine.prompt_lookup_min": 2,
     "quant.precision": "float64",
+    "quant.recipe": "smoothquant",
+    "quant.alpha": 0.5,
+    "quant.calibration": "texts.jsonl",
+    "quant.num_calibration_samples": 7,
+    "quant.max_calibration_tokens": 33,
+    "quant.target_agreement": 0.9,
+    "quant.max_float_bytes": 1000,
     "quant.head": "bf16",
     "quant.embeddings": "int8",
     "data.limit": 10,
@@ -92,6 +99,7 @@ _OTHER = {
     "cluster.num_workers": 2,
     "cluster.num_cpus_per_worker": 1,
     "cluster.shards_per_worker": 2,
+    "cluster.weights": "file",
 }
 
 
@@ -294,7 +302,7 @@ def test_identity_leaves_out_what_changes_only_the_time() -> None:
         *("engine.max_num_seqs", "engine.max_num_batched_tokens", "engine.proposer"),
         *("engine.num_speculative_tokens", "engine.prompt_lookup_max"),
         *("engine.prompt_lookup_min", "cluster.num_workers"),
-        *("cluster.num_cpus_per_worker", "cluster.shards_per_worker", "output"),
+        *("cluster.num_cpus_per_worker", "cluster.shards_per_worker", "cluster.weights", "output"),
     }
     assert config.identity().keys() == leaves(config).keys() - timing
     for key, value in _OTHER.items():

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from quant.architecture import Architecture
 from quant.checkpoint import open_checkpoint
 from quant.config import QuantConfig
-from quant.convert import Piece, num_pieces, to_torch, weights_digest
+from quant.convert import Piece, num_pieces, to_torch
 from quant.int8 import pack, unpack
+from quant.prepare import recipe_digest, weights_digest
 from tests.tiny import (
     convert_all,
     edit_config,
@@ -256,7 +257,8 @@ def test_a_model_runs_on_read_only_pieces(llama: Path) -> None:
 
 
 def digest(folder: Path, **recipe: Any) -> str:
-    return weights_digest(open_checkpoint(folder), QuantConfig(**recipe))
+    config = QuantConfig(**recipe)
+    return weights_digest(config, recipe_digest(open_checkpoint(folder), config, [[1, 2]]))
 
 
 def test_digest_does_not_depend_on_the_folder(llama: Path, tmp_path: Path) -> None:
@@ -274,6 +276,10 @@ def test_digest_changes_with_the_recipe(llama: Path) -> None:
         {"precision": "float32"},
         {"head": "bf16"},
         {"embeddings": "int8"},
+        {"recipe": "rtn"},
+        {"alpha": 0.5},
+        {"target_agreement": 0.9},
+        {"max_float_bytes": 1000},
     ]
     assert len({digest(llama, **recipe) for recipe in recipes}) == len(recipes)
 

@@ -96,7 +96,7 @@ def generate(ray_session: None) -> Iterator[Generate]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.generate.ray, "init", lambda **_: None)
         patch.setattr(jobs.generate.ray, "shutdown", lambda: None)
-        yield lambda *arguments: main(["generate", *map(str, arguments)])
+        yield lambda *arguments: main(["generate", "--recipe", "rtn", *map(str, arguments)])
 
 
 NUM_ROWS = 64

@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from quant.architecture import Architecture
+from quant.decoder import rotate as rotate_by_torch
 from quant.int8 import pack, quantize_rows
 from tests.tiny import num_threads
 from workers import kernels
@@ -23,7 +24,6 @@ from workers.backend import (
     StepBatch,
     TorchBackend,
 )
-from workers.backend import rotate as rotate_by_torch
 from workers.cpu import CpuBackend
 
 BACKEND = CpuBackend()

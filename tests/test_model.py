@@ -290,7 +290,7 @@ def test_config_that_cannot_run_is_refused(
 ) -> None:
     edit_config(llama, **fields)
     with pytest.raises(CheckpointError, match=reason) as caught:
-        read_architecture(llama)
+        open_checkpoint(llama)
     assert str(llama) in str(caught.value)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from quant.architecture import Architecture
+from quant.decoder import rms_norm, rotate
 from quant.int8 import MAX_CODE, quantize_rows, unpack
 
 
@@ -257,18 +258,6 @@ def _attend_row(
         mask_nL &= keys_at > positions_n[:, None] - window
     q_HnD = q_nHD.transpose(0, 1)
     return F.scaled_dot_product_attention(q_HnD, k_HLD, v_HLD, attn_mask=mask_nL).transpose(0, 1)
-
-
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-    """X / rms(x) * gain over the last dimension."""
-    return F.rms_norm(x, gain.shape, gain, eps)
-
-
-def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + D / 2) of every head; cos and sin are [T, D / 2]."""
-    low, high = x_THD.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def _empty_cache(

@@ -16,6 +16,7 @@ import torch
 from quant.architecture import Architecture
 from quant.config import Precision
 from quant.convert import Piece, to_torch
+from quant.decoder import rotary_table
 from quant.int8 import MAX_CODE, dequantize_rows, max_activation_code
 from workers.backend import (
     Attention,
@@ -64,7 +65,10 @@ class TargetModel:
         head = "head" if "head.weight" in outer else "embeddings"
         head_code = max_activation_code(architecture.hidden_size)
         self._head = _linear(outer, head, backend, head_code)
-        cos, sin = _rotary_table(architecture, max_len, backend)
+        # Computed once, so that every pass reads the same bits.
+        cos, sin = (
+            table.to(backend.device, backend.dtype) for table in rotary_table(architecture, max_len)
+        )
         self._layers = [
             _Layer(
                 input_norm=_tensor(piece, "input_norm", backend),
@@ -150,15 +154,3 @@ def _linear(piece: Piece, name: str, backend: Backend, max_code: int = MAX_CODE)
             max_code=max_code,
         )
     )
-
-
-def _rotary_table(
-    architecture: Architecture, max_len: int, backend: Backend
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [max_len, D / 2], computed once so that every pass reads the same bits."""
-    inv_freq = torch.tensor(architecture.rope_inv_freq, dtype=torch.float32)
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq).double()
-    scaling = architecture.rope_scaling
-    tables = angles.cos() * scaling, angles.sin() * scaling
-    cos, sin = (table.to(backend.device, backend.dtype) for table in tables)
-    return cos, sin

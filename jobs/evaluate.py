@@ -1,0 +1,215 @@
+"""How far W8A8 is from the original on held-out prompts, bfloat16 beside it: `fidelity.json` and a table.
+
+The text is each prompt with the bfloat16 model's greedy answer. At every token of the answers the float32
+model's prediction is compared with those of the models as workers run them (the kernels, not a
+simulation). Prompts that carry an answer or tests are graded for both models' own greedy answers.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.admission import Admission, load_tokenizer
+from pipeline.config import QuantizeConfig
+from pipeline.errors import InputError
+from pipeline.grading import grade, wilson_interval
+from pipeline.sources import read_rows
+from quant.checkpoint import Checkpoint, open_checkpoint
+from quant.config import QuantConfig
+from quant.convert import convert
+from quant.fidelity import Fidelity, compare
+from quant.quantize import ROUND_TO_NEAREST
+from quant.simulate import Head, run_texts
+from workers.backend import StepBatch
+from workers.config import EngineConfig, SamplingParams
+from workers.engine import Engine, EngineLimits
+from workers.model import TargetModel, build_backend
+from workers.proposer import build_proposer
+from workers.request import Request
+from workers.stopping import TokenizerText
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    task: str
+    columns: dict[str, Any]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@torch.inference_mode()
+def evaluate(config: QuantizeConfig, source: Path, output: Path) -> None:
+    """Measure `output` against `source` on `config.evaluate`; writes and prints the report."""
+    tokenizer = load_tokenizer(source)
+    checkpoint, quantized = open_checkpoint(source), open_checkpoint(output)
+    prompts = [p for uri in config.evaluate for p in _read_prompts(uri, config, tokenizer)]
+    max_len = max(len(p.token_ids) for p in prompts) + config.max_tokens
+    text = TokenizerText(tokenizer.backend_tokenizer.to_str())
+    _say(f"measuring on {len(prompts)} prompts, {config.max_tokens} tokens each")
+    reference = QuantConfig().reference()
+    head = Head(checkpoint, reference)
+    answers: dict[str, list[_Answer]] = {}
+    fidelity: dict[str, Any] = {}
+    texts: list[tuple[int, ...]] = []
+    for name, source_of, recipe in (
+        ("bf16", checkpoint, QuantConfig(precision="bf16")),
+        ("w8a8", quantized, config.quant),
+    ):
+        model = _load(source_of, recipe, max_len)
+        answers[name] = _answer(model, prompts, config.max_tokens, text, max_len)
+        if not texts:
+            given = zip(prompts, answers[name], strict=True)
+            texts = [(*prompt.token_ids, *answer.token_ids) for prompt, answer in given]
+            states_TC = run_texts(checkpoint, reference, ROUND_TO_NEAREST, texts)
+        fidelity[name] = _measure(model, head, states_TC, prompts, texts).to_dict()
+        del model
+    report = {
+        "model": config.model,
+        "texts": list(config.evaluate),
+        "fidelity": fidelity,
+        "exact_match": _grade(prompts, answers),
+    }
+    path = output / "fidelity.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    show(report)
+    print(f"The numbers are in {path}.")
+
+
+def _read_prompts(uri: str, config: QuantizeConfig, tokenizer: Any) -> Iterator[_Prompt]:
+    admission = Admission(tokenizer, SamplingParams(), sys.maxsize, len(tokenizer))
+    count = 0
+    for raw in read_rows(uri):
+        row = admission.admit(raw, uri)
+        if row.prompt_token_ids is None or raw.columns is None:
+            raise InputError(f"evaluate: {row.error}")
+        task = str(raw.columns.get("task") or Path(uri).name)
+        yield _Prompt(task, raw.columns, tuple(row.prompt_token_ids))
+        count += 1
+        if count == config.num_evaluation_samples:
+            return
+    if not count:
+        raise InputError(f"evaluate: {uri}: holds no prompts")
+
+
+def _load(checkpoint: Checkpoint, config: QuantConfig, max_len: int) -> TargetModel:
+    pieces = list(convert(checkpoint, config))
+    return TargetModel(checkpoint.architecture, pieces, build_backend(config.precision), max_len)
+
+
+def _answer(
+    model: TargetModel,
+    prompts: Sequence[_Prompt],
+    max_tokens: int,
+    text: TokenizerText,
+    max_len: int,
+) -> list[_Answer]:
+    """Each prompt's greedy answer: token ids and text."""
+    defaults = EngineConfig(proposer="ngram")
+    limits = EngineLimits(
+        max_num_seqs=defaults.max_num_seqs,
+        max_num_batched_tokens=defaults.max_num_batched_tokens,
+        max_model_len=max_len,
+        num_spec_tokens=defaults.num_spec_tokens,
+    )
+    engine = Engine(model, limits, build_proposer(defaults), text)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    requests = (Request(str(i), p.token_ids, params, seed=0) for i, p in enumerate(prompts))
+    answers = {c.request.id: _Answer(c.token_ids, c.text) for c in engine.generate(requests)}
+    return [answers[str(i)] for i in range(len(prompts))]
+
+
+def _measure(
+    model: TargetModel,
+    head: Head,
+    states_TC: torch.Tensor,
+    prompts: Sequence[_Prompt],
+    texts: Sequence[tuple[int, ...]],
+) -> Fidelity:
+    """The model against the original, whose last states are given, on the answers' tokens."""
+    cache = model.new_cache(1, max(map(len, texts)))
+    total: Fidelity | None = None
+    states = states_TC.split([len(text) for text in texts])
+    for prompt, text, state_C in zip(prompts, texts, states, strict=True):
+        start = len(prompt.token_ids)
+        batch = StepBatch(
+            token_ids=torch.tensor(text[:-1]),
+            rows=torch.zeros(len(text) - 1, dtype=torch.int64),
+            positions=torch.arange(len(text) - 1),
+            logit_indices=torch.arange(start - 1, len(text) - 1),
+        )
+        logits_TV = model.forward(batch, cache)
+        one = compare(head(state_C[start - 1 : -1]), logits_TV, torch.tensor(text[start:]))
+        total = one if total is None else total + one
+    assert total is not None
+    return total
+
+
+def _grade(prompts: Sequence[_Prompt], answers: dict[str, list[_Answer]]) -> dict[str, Any]:
+    """By task and model: right answers, graded ones, and the 95 % confidence interval of their share."""
+    marks: dict[str, dict[str, list[bool]]] = {}
+    for name, given in answers.items():
+        for prompt, answer in zip(prompts, given, strict=True):
+            mark = grade(prompt.columns, answer.text)
+            if mark is not None:
+                marks.setdefault(prompt.task, {}).setdefault(name, []).append(mark)
+    return {
+        task: {
+            name: {
+                "num_right": sum(marked),
+                "num_graded": len(marked),
+                "confidence_interval": wilson_interval(sum(marked), len(marked)),
+            }
+            for name, marked in by_model.items()
+        }
+        for task, by_model in marks.items()
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a report's table."""
+    console = Console()
+    table = Table(title="against the float32 model, teacher-forced on held-out answers")
+    names = list(report["fidelity"])
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    fidelity = [report["fidelity"][name] for name in names]
+    table.add_row("tokens", *(str(f["num_tokens"]) for f in fidelity))
+    table.add_row(
+        "top-1 agreement",
+        *(
+            f"{f['top1_agreement']:.2%} ± {f['top1_agreement_standard_error']:.2%}"
+            for f in fidelity
+        ),
+    )
+    table.add_row("mean KL", *(f"{f['mean_kl']:.5f}" for f in fidelity))
+    table.add_row("99th percentile KL", *(f"{f['p99_kl']:.4f}" for f in fidelity))
+    table.add_row("perplexity ratio", *(f"{f['perplexity_ratio']:.4f}" for f in fidelity))
+    for edge in fidelity[0]["flip_margins"]:
+        label = f"flips, margin {edge}"
+        table.add_row(label, *(str(f["flip_margins"][edge]) for f in fidelity))
+    for task, by_model in report["exact_match"].items():
+        cells = (_share(by_model[name]) for name in names)
+        table.add_row(f"{task} right (95 % interval)", *cells)
+    console.print(table)
+
+
+def _share(graded: dict[str, Any]) -> str:
+    low, high = graded["confidence_interval"]
+    return f"{graded['num_right']} of {graded['num_graded']} ({low:.0%} to {high:.0%})"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

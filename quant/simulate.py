@@ -1,0 +1,87 @@
+"""The quantized decoder over whole texts, simulated in float32 a layer at a time.
+
+What calibration chooses by. The model that generates computes the same products in integers, so that
+the two differ by float32 rounding only.
+
+Legend: T positions of all texts, C model width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from quant.calibrate import Text, Treatment, embed
+from quant.checkpoint import EMBEDDINGS, FINAL_NORM, HEAD, Checkpoint, LinearGroup
+from quant.config import QuantConfig
+from quant.decoder import Apply, LayerTensors, forward_layer, fused_bias, fused_weight, rms_norm
+from quant.fidelity import Fidelity, compare
+from quant.int8 import dequantize_rows, max_activation_code, quantize_rows, round_rows
+from quant.quantize import layer_tensors
+
+
+def measure(
+    checkpoint: Checkpoint,
+    config: QuantConfig,
+    treatment: Treatment,
+    texts: Sequence[Text],
+    reference_TC: torch.Tensor,
+) -> Fidelity:
+    """The quantized model against the original, whose normed last states [T, C] are given."""
+    got_TC = run_texts(checkpoint, config, treatment, texts)
+    head, reference = Head(checkpoint, config), Head(checkpoint, config.reference())
+    lengths = [len(text) for text in texts]
+    total: Fidelity | None = None
+    for text, ref_C, got_C in zip(
+        texts, reference_TC.split(lengths), got_TC.split(lengths), strict=True
+    ):
+        following = torch.tensor(text[1:])
+        one = compare(reference(ref_C[:-1]), head(got_C[:-1]), following)
+        total = one if total is None else total + one
+    assert total is not None
+    return total
+
+
+def run_texts(
+    checkpoint: Checkpoint, config: QuantConfig, treatment: Treatment, texts: Sequence[Text]
+) -> torch.Tensor:
+    """The normed last states [T, C] of the model that `config` and the treatment make, in float32."""
+    architecture = checkpoint.architecture
+    lengths = [len(text) for text in texts]
+    x_TC = embed(checkpoint, texts)
+    for index in range(architecture.num_layers):
+        layer = layer_tensors(checkpoint, config, treatment, index)
+        apply = _apply(layer)
+        layer = {name: t.float() for name, t in layer.items() if t.dim() == 1}  # The norms.
+        x_TC = forward_layer(layer, architecture, index, x_TC, lengths, apply)
+    return rms_norm(x_TC, checkpoint.read(FINAL_NORM).float(), architecture.norm_eps)
+
+
+def _apply(layer: LayerTensors) -> Apply:
+    def apply(group: LinearGroup, x_TK: torch.Tensor) -> torch.Tensor:
+        weight_JK, bias_J = fused_weight(layer, group), fused_bias(layer, group)
+        if weight_JK.dtype == torch.int8:
+            scales = [layer[f"{linear}.weight_scale"] for linear in group.linears]
+            weight_JK = dequantize_rows(weight_JK, torch.cat(scales).flatten())
+            x_TK = round_rows(x_TK)
+        return F.linear(x_TK, weight_JK.float(), None if bias_J is None else bias_J.float())
+
+    return apply
+
+
+class Head:
+    """The head that `config` makes."""
+
+    def __init__(self, checkpoint: Checkpoint, config: QuantConfig) -> None:
+        name = EMBEDDINGS if checkpoint.architecture.tied_head else HEAD
+        weight_VC = checkpoint.read(name)
+        self._max_code: int | None = None
+        if config.precision == "w8a8" and config.head == "int8":
+            self._max_code = max_activation_code(weight_VC.shape[1])
+            weight_VC = dequantize_rows(*quantize_rows(weight_VC))
+        self._weight_VC = weight_VC.float()
+
+    def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V]."""
+        x_TC = x_TC if self._max_code is None else round_rows(x_TC, self._max_code)
+        return F.linear(x_TC, self._weight_VC)
