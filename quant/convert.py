@@ -44,16 +44,17 @@ def num_pieces(checkpoint: Checkpoint) -> int:
 
 def num_bytes(checkpoint: Checkpoint, config: QuantConfig) -> int:
     """About how many bytes the pieces take together, known before anything is read."""
+    shapes = tensor_shapes(checkpoint.architecture)
     wide = _FLOAT_DTYPES[config.precision].itemsize
     w8a8 = config.precision == "w8a8"
-    total = 0
-    for name, shape in tensor_shapes(checkpoint.architecture).items():
-        is_linear = len(shape) == 2 and name != EMBEDDINGS
-        is_int8 = w8a8 and (is_linear if name != HEAD else config.head == "int8")
+    of_outer = {EMBEDDINGS: config.embeddings, HEAD: config.head}
+    total = (config.max_float_bytes or 0) if w8a8 else 0
+    for name, shape in shapes.items():
+        is_int8 = w8a8 and len(shape) == 2 and of_outer.get(name, "int8") == "int8"
         total += math.prod(shape) * (1 if is_int8 else wide)
-    if checkpoint.architecture.tied_head and w8a8 and config.head == "int8":
-        total += math.prod(tensor_shapes(checkpoint.architecture)[EMBEDDINGS])
-    return total + ((config.max_float_bytes or 0) if w8a8 else 0)
+    if checkpoint.architecture.tied_head and w8a8 and "int8" in of_outer.values():
+        total += math.prod(shapes[EMBEDDINGS]) * (1 if config.head == "int8" else wide)
+    return total
 
 
 def convert(checkpoint: Checkpoint, config: QuantConfig) -> Iterator[Piece]:

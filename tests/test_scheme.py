@@ -1,4 +1,4 @@
-"""Which quantized checkpoints are understood, and that the others are refused by what is wrong with them."""
+"""Which quantized checkpoints are understood; the others are refused by what is wrong with them."""
 
 import copy
 import json
