@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.admission import Admission, load_tokenizer
+from pipeline.admission import Admission
 from pipeline.config import QuantizeConfig
 from pipeline.errors import InputError
 from pipeline.grading import grade, wilson_interval
@@ -37,7 +37,9 @@ from workers.stopping import TokenizerText
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
+    """A held-out prompt, with the columns it is graded by."""
+
     task: str
     columns: dict[str, Any]
     token_ids: tuple[int, ...]
@@ -50,11 +52,15 @@ class _Answer:
 
 
 @torch.inference_mode()
-def evaluate(config: QuantizeConfig, source: Path, output: Path) -> None:
-    """Measure `output` against `source` on `config.evaluate`; writes and prints the report."""
-    tokenizer = load_tokenizer(source)
-    checkpoint, quantized = open_checkpoint(source), open_checkpoint(output)
-    prompts = [p for uri in config.evaluate for p in _read_prompts(uri, config, tokenizer)]
+def evaluate(
+    config: QuantizeConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    output: Path,
+) -> None:
+    """Measure the folder `output` against the original; writes and prints the report."""
+    quantized = open_checkpoint(output)
     max_len = max(len(p.token_ids) for p in prompts) + config.max_tokens
     text = TokenizerText(tokenizer.backend_tokenizer.to_str())
     _say(f"measuring on {len(prompts)} prompts, {config.max_tokens} tokens each")
@@ -87,7 +93,8 @@ def evaluate(config: QuantizeConfig, source: Path, output: Path) -> None:
     print(f"The numbers are in {path}.")
 
 
-def _read_prompts(uri: str, config: QuantizeConfig, tokenizer: Any) -> Iterator[_Prompt]:
+def read_prompts(uri: str, config: QuantizeConfig, tokenizer: Any) -> Iterator[Prompt]:
+    """The prompts of a file to measure on; raises InputError if there are none, or a row is unusable."""
     admission = Admission(tokenizer, SamplingParams(), sys.maxsize, len(tokenizer))
     count = 0
     for raw in read_rows(uri):
@@ -95,7 +102,7 @@ def _read_prompts(uri: str, config: QuantizeConfig, tokenizer: Any) -> Iterator[
         if row.prompt_token_ids is None or raw.columns is None:
             raise InputError(f"evaluate: {row.error}")
         task = str(raw.columns.get("task") or Path(uri).name)
-        yield _Prompt(task, raw.columns, tuple(row.prompt_token_ids))
+        yield Prompt(task, raw.columns, tuple(row.prompt_token_ids))
         count += 1
         if count == config.num_evaluation_samples:
             return
@@ -110,7 +117,7 @@ def _load(checkpoint: Checkpoint, config: QuantConfig, max_len: int) -> TargetMo
 
 def _answer(
     model: TargetModel,
-    prompts: Sequence[_Prompt],
+    prompts: Sequence[Prompt],
     max_tokens: int,
     text: TokenizerText,
     max_len: int,
@@ -134,7 +141,7 @@ def _measure(
     model: TargetModel,
     head: Head,
     states_TC: torch.Tensor,
-    prompts: Sequence[_Prompt],
+    prompts: Sequence[Prompt],
     texts: Sequence[tuple[int, ...]],
 ) -> Fidelity:
     """The model against the original, whose last states are given, on the answers' tokens."""
@@ -156,7 +163,7 @@ def _measure(
     return total
 
 
-def _grade(prompts: Sequence[_Prompt], answers: dict[str, list[_Answer]]) -> dict[str, Any]:
+def _grade(prompts: Sequence[Prompt], answers: dict[str, list[_Answer]]) -> dict[str, Any]:
     """By task and model: right answers, graded ones, and the 95 % confidence interval of their share."""
     marks: dict[str, dict[str, list[bool]]] = {}
     for name, given in answers.items():

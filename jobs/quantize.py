@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cli import parse_quantize
+from jobs.evaluate import evaluate, read_prompts
+from pipeline.admission import load_tokenizer
 from pipeline.calibration import read_calibration
 from pipeline.config import QuantizeConfig
 from pipeline.errors import InputError
 from pipeline.sources import check_source
+from pipeline.storage import is_writable
+from quant.checkpoint import open_checkpoint
+from quant.compressed import read_report
 from quant.errors import CheckpointError
 from quant.hub import find_checkpoint
+from quant.prepare import prepared, quantize_checkpoint, recipe_digest
 
 
 def quantize(arguments: Sequence[str]) -> int:
@@ -23,13 +29,13 @@ def quantize(arguments: Sequence[str]) -> int:
         check_source(uri)
     output = _check_output(config.output)
     folder = find_checkpoint(config.model).resolve()
+    tokenizer = load_tokenizer(folder)
+    prompts = [prompt for uri in config.evaluate for prompt in read_prompts(uri, config, tokenizer)]
     started = time.monotonic()
-    _convert(config, folder, output)
+    _convert(config, folder, tokenizer, output)
     print(format_report(output, time.monotonic() - started))
-    if config.evaluate:
-        from jobs.evaluate import evaluate
-
-        evaluate(config, folder, output)
+    if prompts:
+        evaluate(config, open_checkpoint(folder), tokenizer, prompts, output)
     return 0
 
 
@@ -39,26 +45,24 @@ def _check_output(output: str) -> Path:
         raise InputError(f"output {output}: is a file, not a folder")
     if path.is_dir() and any(path.iterdir()):
         raise InputError(f"output {output}: is not empty")
+    if not is_writable(str(path)):
+        raise InputError(f"output {output}: cannot be written to")
     return path.absolute()
 
 
-def _convert(config: QuantizeConfig, folder: Path, output: Path) -> None:
+def _convert(config: QuantizeConfig, folder: Path, tokenizer: Any, output: Path) -> None:
     """Quantize to `output`; what was calibrated stays in the cache, where `generate` finds it."""
-    from pipeline.admission import load_tokenizer
-    from quant.checkpoint import open_checkpoint
-    from quant.prepare import prepared, quantize_checkpoint, recipe_digest
-
     checkpoint = open_checkpoint(folder)
-    if checkpoint.quantized:
+    if checkpoint.is_quantized:
         raise CheckpointError(f"{folder}: already quantized; give the original checkpoint")
-    texts = read_calibration(config.quant, load_tokenizer(folder))
+    texts = read_calibration(config.quant, tokenizer)
     if texts:
         _say(f"calibrating on {sum(map(len, texts))} tokens of {len(texts)} texts")
     digest = recipe_digest(checkpoint, config.quant, texts)
     partial = output.with_name(f".{output.name}.{digest[:8]}.partial")
     try:
         with prepared(checkpoint, config.quant, texts, digest) as made:
-            if made.quantized:
+            if made.is_quantized:
                 shutil.copytree(made.folder, partial, dirs_exist_ok=True)
                 partial.rename(output)
             else:
@@ -71,8 +75,6 @@ def _convert(config: QuantizeConfig, folder: Path, output: Path) -> None:
 
 def format_report(folder: Path, seconds: float) -> str:
     """What was made, in a few lines for people."""
-    from quant.compressed import read_report
-
     report: dict[str, Any] = read_report(folder) or {}
     fidelity = report["fidelity_on_calibration_texts"]
     kept = report["float_linears"]

@@ -22,6 +22,7 @@ from pipeline.summary import Summary, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import check_precision
+from quant.prepare import cached_folder
 from quant.store import WeightsRef, convert_to_store
 from workers.actor import WorkerSettings
 
@@ -44,9 +45,14 @@ def open_model(folder: Path, config: QuantConfig) -> Model:
 def run(config: RunConfig, model: Model, started: float) -> None:
     """Plan, convert, generate and sum up; Ray is running. `started`: when the job did (monotonic)."""
     texts = []
-    if not model.checkpoint.quantized:
+    if not model.checkpoint.is_quantized:
         texts = read_calibration(config.quant, model.tokenizer)
     weights = convert_to_store(model.checkpoint, config.quant, texts, config.cluster.weights)
+    if texts and not cached_folder(weights.recipe).exists():
+        _say(
+            f"calibrating on {sum(map(len, texts))} tokens; this takes a while, once: the weights "
+            f"are kept in {cached_folder(weights.recipe)}"
+        )
     limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
     vocab_size = model.checkpoint.architecture.vocab_size
     admission = Admission(model.tokenizer, config.sampling, limit, vocab_size)

@@ -55,6 +55,10 @@ def _as_plain(raw: RawRow) -> RawRow:
     columns = raw.columns
     if not columns or not isinstance(columns.get("messages"), list):
         return raw
-    contents = [str(m.get("content")) for m in columns["messages"] if isinstance(m, dict)]
+    contents: list[Any] = [
+        m.get("content") if isinstance(m, dict) else None for m in columns["messages"]
+    ]
+    if not all(isinstance(content, str) for content in contents):
+        return raw
     plain = {key: value for key, value in columns.items() if key != "messages"}
-    return replace(raw, columns=plain | {"prompt": "\n".join(contents)})
+    return replace(raw, columns=plain | {"prompt": "\n".join(map(str, contents))})

@@ -6,14 +6,21 @@ process of its own: no network, no further processes, ten seconds, one gigabyte.
 accidents of a model; it is no sandbox against malice.
 """
 
+import ast
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
+from pathlib import Path
 from typing import Any
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# A minus behind a digit or a letter is a subtraction.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+)
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _SECONDS = 10
 _PRELUDE = """
 import resource, sys
@@ -40,30 +47,51 @@ def grade(columns: dict[str, Any], text: str) -> bool | None:
 def passes_tests(columns: dict[str, Any], text: str) -> bool:
     """Whether the first fenced block of Python that defines the entry point (or the text) passes."""
     entry_point = columns["entry_point"]
-    blocks = [block for block in _FENCE.findall(text) if f"def {entry_point}" in block]
     program = [
-        _PRELUDE.format(seconds=_SECONDS),
         *_imports(columns),
-        blocks[0] if blocks else text,
+        _find_code(text.replace("\r\n", "\n"), entry_point),
         columns["test"],
         f"check({entry_point})",
         # An answer that ends the process before the tests have run has not passed them.
         "print('passed')",
     ]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source, printed = folder / "answer.py", folder / "printed.txt"
+        text = "\n".join(program)
+        first = [*_FUTURE.findall(text), _FUTURE.sub("", text)]  # Where Python wants them.
+        source.write_text("\n".join(first), encoding="utf-8", errors="replace")
+        prelude = (
+            _PRELUDE.format(seconds=_SECONDS) + f"import runpy\nrunpy.run_path({str(source)!r})"
+        )
         try:
-            result = subprocess.run(
-                [sys.executable, "-I", "-c", "\n".join(program)],
-                cwd=folder,
-                env={},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_SECONDS,
-                check=False,
-            )
-        except (subprocess.TimeoutExpired, ValueError):  # ValueError: a NUL in the text.
+            with printed.open("wb") as output:  # A file, as its size is limited.
+                result = subprocess.run(
+                    [sys.executable, "-I", "-c", prelude],
+                    cwd=folder,
+                    env={},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                    timeout=_SECONDS,
+                    check=False,
+                )
+        except subprocess.TimeoutExpired:
             return False
-    return result.returncode == 0 and result.stdout.endswith(b"passed\n")
+        return result.returncode == 0 and printed.read_bytes().endswith(b"passed\n")
+
+
+def _find_code(text: str, entry_point: str) -> str:
+    for match in _FENCE.finditer(text):
+        code = textwrap.dedent(match[2])
+        language = match[1].lower()
+        if language in ("", "py", "python", "python3") and _defines(code, entry_point):
+            return code
+    return text
+
+
+def _defines(code: str, name: str) -> bool:
+    return re.search(rf"^\s*(async\s+)?def\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
 
 
 def wilson_interval(num_right: int, count: int) -> tuple[float, float]:
@@ -75,7 +103,7 @@ def wilson_interval(num_right: int, count: int) -> tuple[float, float]:
 
 
 def _last_number(text: str) -> float | None:
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -83,4 +111,13 @@ def _imports(columns: dict[str, Any]) -> list[str]:
     """The imports that the prompt's own code starts with: answers leave them out."""
     messages = columns.get("messages") or [{"content": columns.get("prompt") or ""}]
     lines = [line for m in messages for line in str(m.get("content")).splitlines()]
-    return [line for line in lines if re.match(r"(from\s+[\w.]+\s+)?import\s+\w", line)]
+    return [line for line in lines if _is_import(line)]
+
+
+def _is_import(line: str) -> bool:
+    if not line.startswith(("import ", "from ")):
+        return False
+    try:
+        return isinstance(ast.parse(line).body[0], ast.Import | ast.ImportFrom)
+    except SyntaxError:
+        return False  # Prose.

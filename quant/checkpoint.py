@@ -26,12 +26,25 @@ class LinearGroup:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder of safetensors: the file that holds each tensor, and which linears are int8."""
+    """A folder of safetensors: the file that holds each tensor.
+
+    `quantized` names the int8 linears of a quantized checkpoint (all may have been left in floating
+    point); None: it is not a quantized one.
+    """
 
     folder: Path
     architecture: Architecture
     files: dict[str, Path]
-    quantized: frozenset[str] = frozenset()
+    quantized: frozenset[str] | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weights are to be run as they are."""
+        return self.quantized is not None
+
+    def is_int8(self, linear: str) -> bool:
+        """Whether the linear of this name is quantized."""
+        return self.quantized is not None and linear in self.quantized
 
     def read(self, name: str) -> torch.Tensor:
         """Read a floating-point tensor in its stored dtype; raises CheckpointError if it is none."""
@@ -83,12 +96,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     raw = read_raw_config(folder)
     architecture = read_architecture(folder)
     scheme = read_scheme(raw, folder)
-    quantized = frozenset(
-        linear for linear in linear_names(architecture) if scheme and scheme.covers(linear)
-    )
+    quantized = None
+    if scheme is not None:
+        quantized = frozenset(filter(scheme.covers, linear_names(architecture)))
     files, shapes = _index(folder)
     expected = tensor_shapes(architecture)
-    for linear in quantized:
+    for linear in quantized or ():
         expected[f"{linear}.weight_scale"] = (expected[f"{linear}.weight"][0], 1)
     present = {name for name in shapes if not name.endswith("rotary_emb.inv_freq")}
     if architecture.tied_head:
@@ -177,9 +190,9 @@ def _check_groups(checkpoint: Checkpoint) -> None:
     for index in range(checkpoint.architecture.num_layers):
         for group in linear_groups(checkpoint.architecture):
             names = [f"model.layers.{index}.{linear}" for linear in group.linears]
-            inside = [name for name in names if name in checkpoint.quantized]
+            inside = [name for name in names if checkpoint.is_int8(name)]
             if inside and inside != names:
-                float_one = next(name for name in names if name not in checkpoint.quantized)
+                float_one = next(name for name in names if not checkpoint.is_int8(name))
                 raise CheckpointError(
                     f"{checkpoint.folder}: {inside[0]} is int8 and {float_one} is not; linears that "
                     "share their input must be quantized together"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from quant.architecture import read_raw_config
@@ -64,7 +65,9 @@ def read_report(folder: Path) -> dict[str, Any] | None:
         report = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    return dict(report)
+    if not isinstance(report, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return report
 
 
 def float_linears(checkpoint: Checkpoint, treatment: Treatment) -> list[str]:
@@ -119,7 +122,10 @@ def _write_weights(
 
 def _write_shard(shard: dict[str, torch.Tensor], folder: Path, number: int) -> list[str]:
     tensors = {name: tensor.contiguous() for name, tensor in shard.items()}
-    save_file(tensors, _shard_path(folder, number), metadata={"format": "pt"})
+    try:
+        save_file(tensors, _shard_path(folder, number), metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     return list(shard)
 
 

@@ -74,7 +74,7 @@ def convert(checkpoint: Checkpoint, config: QuantConfig) -> Iterator[Piece]:
 
 def check_precision(checkpoint: Checkpoint, config: QuantConfig) -> None:
     """Raise CheckpointError if a quantized checkpoint is to run in floating point."""
-    if checkpoint.quantized and config.precision != "w8a8":
+    if checkpoint.is_quantized and config.precision != "w8a8":
         raise CheckpointError(
             f"{checkpoint.folder}: holds int8 weights and cannot run in {config.precision}; give the "
             "original checkpoint"
@@ -113,7 +113,7 @@ def _outer_piece(checkpoint: Checkpoint, config: QuantConfig) -> Piece:
 def _put_head(piece: Piece, checkpoint: Checkpoint, config: QuantConfig, *, int8: bool) -> None:
     """A head of its own; other tools quantize it, too."""
     linear = HEAD.removesuffix(".weight")
-    if linear in checkpoint.quantized:
+    if checkpoint.is_int8(linear):
         codes, scale = checkpoint.read_codes(linear)
     elif int8:
         codes, scale = quantize_rows(checkpoint.read(HEAD))

@@ -21,6 +21,7 @@ from quant.calibrate import Text, Treatment, treat
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.compressed import float_linears, read_report, write_quantized
 from quant.config import QuantConfig
+from quant.errors import CheckpointError
 from quant.fallback import choose_float_groups
 from quant.fidelity import Fidelity
 from quant.quantize import ROUND_TO_NEAREST
@@ -28,8 +29,10 @@ from quant.quantize import ROUND_TO_NEAREST
 # Part of the digests: raise it whenever the tensors made from the same checkpoint change.
 CODE_VERSION = 3
 
-_LOADING = {"precision", "head", "embeddings"}  # What is decided when weights are loaded,
-_RECIPE_LEAVES_OUT = {*_LOADING, "calibration"}  # and where the texts came from.
+_LEAVES_OUT = {
+    "precision",
+    "calibration",
+}  # What is not the recipe's: how it runs, where texts are.
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -39,8 +42,8 @@ def recipe_digest(checkpoint: Checkpoint, config: QuantConfig, texts: Sequence[T
 
 
 def weights_digest(config: QuantConfig, recipe: str) -> str:
-    """Name the weights a worker holds: `recipe` (from `recipe_digest`), and how they are loaded."""
-    return _digest(recipe, config.model_dump(include=_LOADING))
+    """Name the weights a worker holds: `recipe` (from `recipe_digest`), and the precision."""
+    return _digest(recipe, config.precision)
 
 
 @contextlib.contextmanager
@@ -58,20 +61,44 @@ def prepared(
         texts: to calibrate on.
         digest: `recipe_digest` of the three.
     """
-    if checkpoint.quantized or not config.needs_calibration:
+    if checkpoint.is_quantized or not config.needs_calibration:
         yield checkpoint
         return
-    folder = cache_folder() / "weights" / digest[:32]
     with contextlib.ExitStack() as stack:
-        if not folder.exists():
+        folder = cached_folder(digest)
+        if not _is_made(folder):
+            if not _is_writable(folder.parent):
+                _LOGGER.warning(
+                    "%s cannot be written to, so the weights are not kept", folder.parent
+                )
+                temporary = tempfile.TemporaryDirectory(prefix="quasar-weights-")
+                folder = Path(stack.enter_context(temporary)) / digest[:32]
             try:
                 quantize_checkpoint(checkpoint, config, texts, digest, folder)
             except OSError as error:
-                _LOGGER.warning("the cache %s cannot be used (%s)", folder.parent, error)
-                temporary = tempfile.TemporaryDirectory(prefix="quasar-weights-")
-                folder = Path(stack.enter_context(temporary)) / digest[:32]
-                quantize_checkpoint(checkpoint, config, texts, digest, folder)
+                raise CheckpointError(f"{folder}: weights cannot be written ({error})") from error
         yield open_checkpoint(folder)
+
+
+def _is_made(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file()
+    except OSError:  # A folder that may not be searched.
+        return False
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def cached_folder(digest: str) -> Path:
+    """Where the cache keeps the quantized checkpoint of a `recipe_digest`, once it is made."""
+    return cache_folder() / "weights" / digest[:32]
 
 
 def quantize_checkpoint(
@@ -83,9 +110,15 @@ def quantize_checkpoint(
     try:
         write_quantized(checkpoint, config, treatment, folder, report)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or read_digest(folder) != digest:
             raise
         _LOGGER.info("%s was written by another process meanwhile", folder)
+
+
+def read_digest(folder: Path) -> str | None:
+    """The recipe digest of a folder that this project wrote; None if it is none."""
+    report = read_report(folder) if folder.is_dir() else None
+    return None if report is None else str(report.get("digest"))
 
 
 def calibrate(
@@ -94,9 +127,14 @@ def calibrate(
     """The recipe's treatment of a checkpoint, and how close the quantized model is to the original.
 
     Without calibration `texts` may be empty, and nothing is measured.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or no text has two tokens.
     """
     if not config.needs_calibration:
         return ROUND_TO_NEAREST, None
+    if not any(len(text) > 1 for text in texts):
+        raise CheckpointError("no calibration text has more than one token")
     with torch.no_grad():
         treatment = treat(checkpoint, texts, config)
         return choose_float_groups(checkpoint, config, treatment, texts)
@@ -106,7 +144,7 @@ def report_of(checkpoint: Checkpoint, config: QuantConfig) -> dict[str, Any]:
     """How the weights are made that `checkpoint`, as `prepared` gives it, is loaded as."""
     if config.precision != "w8a8":
         return {}
-    if checkpoint.quantized:
+    if checkpoint.is_quantized:
         return read_report(checkpoint.folder) or {}
     return _describe(checkpoint, config, (), ROUND_TO_NEAREST, None)
 
@@ -137,7 +175,7 @@ def _describe(
 
 
 def _recipe(config: QuantConfig) -> dict[str, Any]:
-    return config.model_dump(exclude=_RECIPE_LEAVES_OUT)
+    return config.model_dump(exclude=_LEAVES_OUT)
 
 
 def _digest(*content: Any) -> str:

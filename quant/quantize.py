@@ -23,7 +23,7 @@ def layer_tensors(
     A quantized linear X is `X.weight` int8 [N, K] and `X.weight_scale` float32 [N, 1]; everything else is
     in the checkpoint's dtype, linears that w8a8 leaves in floating point in bfloat16.
     """
-    if checkpoint.quantized:
+    if checkpoint.is_quantized:
         return _stored(checkpoint, index)
     if config.precision != "w8a8":
         names = layer_names(checkpoint.architecture)
@@ -54,7 +54,7 @@ def _stored(checkpoint: Checkpoint, index: int) -> LayerTensors:
     prefix, layer = f"model.layers.{index}.", {}
     for name in layer_names(checkpoint.architecture):
         linear = f"{prefix}{name}".removesuffix(".weight")
-        if linear in checkpoint.quantized:
+        if checkpoint.is_int8(linear):
             codes_NK, scale_N = checkpoint.read_codes(linear)
             layer[name], layer[f"{name}_scale"] = codes_NK, scale_N[:, None]
         else:

@@ -41,7 +41,7 @@ def refine_scales(
                 x_BK, power_B, weight_JK, column_power_K, widest_J, log_scale_K.exp()
             )
             optimizer.zero_grad()
-            (activations + weights).log().backward()
+            (activations + weights).clamp(min=1e-30).log().backward()
             optimizer.step()
             schedule.step()
         return log_scale_K.detach().exp()

@@ -57,26 +57,53 @@ def read_scheme(raw: dict[str, Any], folder: Path) -> Scheme | None:
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
+    _check_type(folder, "quantization_config", config, dict)
     method = config.get("quant_method", "unknown")
     if method != "compressed-tensors":
         raise CheckpointError(
             f"{folder}: already quantized ({method}); supported are floating-point checkpoints and "
             "compressed-tensors with int8 weights and activations"
         )
+    for key in ("transform_config", "kv_cache_scheme"):
+        _expect(folder, key, config.get(key) or None, None)
     _expect(folder, "format", config.get("format"), _FORMAT)
-    _expect(folder, "kv_cache_scheme", config.get("kv_cache_scheme"), None)
     sparsity = (config.get("sparsity_config") or {}).get("format")
     _expect(folder, "sparsity_config.format", "dense" if sparsity is None else sparsity, "dense")
     targets: list[str] = []
-    for name, group in (config.get("config_groups") or {}).items():
-        _expect(folder, f"{name}.format", group.get("format") or _FORMAT, _FORMAT)
-        _expect(folder, f"{name}.output_activations", group.get("output_activations"), None)
-        for key, fields in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
-            given = group.get(key) or {}
-            for field, value in fields.items():
-                _expect(folder, f"{name}.{key}.{field}", given.get(field), value)
-        targets += group.get("targets") or []
-    return Scheme(tuple(targets), tuple(config.get("ignore") or ()))
+    groups = config.get("config_groups") or {}
+    _check_type(folder, "config_groups", groups, dict)
+    for name, group in groups.items():
+        targets += _read_group(folder, name, group)
+    ignore = _read_patterns(folder, "ignore", config.get("ignore"))
+    return Scheme(tuple(targets), tuple(ignore))
+
+
+def _read_group(folder: Path, name: str, group: Any) -> list[str]:
+    """The targets of a group, whose scheme is checked."""
+    _check_type(folder, name, group, dict)
+    _expect(folder, f"{name}.format", group.get("format") or _FORMAT, _FORMAT)
+    _expect(folder, f"{name}.output_activations", group.get("output_activations"), None)
+    for key, fields in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
+        given = group.get(key) or {}
+        _check_type(folder, f"{name}.{key}", given, dict)
+        for field, value in fields.items():
+            _expect(folder, f"{name}.{key}.{field}", given.get(field), value)
+    return _read_patterns(folder, f"{name}.targets", group.get("targets"))
+
+
+def _read_patterns(folder: Path, key: str, patterns: Any) -> list[str]:
+    """Names, and regular expressions behind "re:"."""
+    patterns = patterns or []
+    _check_type(folder, key, patterns, list)
+    for pattern in patterns:
+        _check_type(folder, key, pattern, str)
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise CheckpointError(
+                f"{folder}: quantization_config: {key}: {pattern!r} is no pattern ({error})"
+            ) from error
+    return list(patterns)
 
 
 def make_scheme(ignore: list[str]) -> dict[str, Any]:
@@ -109,4 +136,11 @@ def _expect(folder: Path, key: str, value: Any, wanted: Any) -> None:
     if value != wanted:
         raise CheckpointError(
             f"{folder}: quantization_config: {key} is {value!r}, and only {wanted!r} is supported"
+        )
+
+
+def _check_type(folder: Path, key: str, value: Any, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise CheckpointError(
+            f"{folder}: quantization_config: {key} is {value!r}, not a {wanted.__name__}"
         )

@@ -49,6 +49,8 @@ def run_texts(
     architecture = checkpoint.architecture
     lengths = [len(text) for text in texts]
     x_TC = embed(checkpoint, texts)
+    if config.precision == "w8a8":
+        x_TC = round_rows(x_TC) if config.embeddings == "int8" else x_TC.bfloat16().float()
     for index in range(architecture.num_layers):
         layer = layer_tensors(checkpoint, config, treatment, index)
         apply = _apply(layer)

@@ -110,6 +110,7 @@ def search_scales(
                 for rows in _rows_to_refine_by(sample, group):
                     search.offer(_refine(sample, group, rows, search.best_K))
             scales[group.name] = _settle(sample, group, search.best_K, dtype)
+            search.error = search.measure(scales[group.name])
         errors[group.name] = search.error
     return scales, errors
 
@@ -123,7 +124,7 @@ class _Search:
     def offer(self, scale_K: torch.Tensor) -> bool:
         """Take the scales if they are better; returns whether they are."""
         error = self.measure(scale_K)
-        if error >= self.error:
+        if not error < self.error:  # Not a number is no improvement either.
             return False
         self.best_K, self.error = scale_K, error
         return True
@@ -164,8 +165,6 @@ def _balance(sample: LayerSample, group: LinearGroup, alpha: float) -> torch.Ten
     weight_max_K = _tie(weight_max_K, sample.architecture, group).clamp(min=_SMALLEST)
     balance_K = absmax_K.clamp(min=_SMALLEST) ** alpha / weight_max_K ** (1 - alpha)
     alive = absmax_K > 0
-    if not alive.any():
-        return torch.ones_like(balance_K)
     balance_K = balance_K / balance_K[alive].log().mean().exp()
     return torch.where(alive, balance_K, torch.ones_like(balance_K))
 
@@ -187,7 +186,8 @@ def _settle(
     gain_K = sample.layer[f"{_SOURCES[group.name]}.weight"]
     smoothed_K = (gain_K / scale_K).to(dtype).to(gain_K.dtype)
     usable = (smoothed_K != 0) & smoothed_K.isfinite()
-    return torch.where(usable, gain_K / smoothed_K, torch.ones_like(scale_K))
+    settled_K = torch.where(usable, gain_K / smoothed_K, torch.ones_like(scale_K))
+    return torch.where(gain_K == 0, scale_K, settled_K)  # Of nothing, nothing is to be divided.
 
 
 def _measure(sample: LayerSample, group: LinearGroup) -> Callable[[torch.Tensor], float]:

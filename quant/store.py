@@ -37,6 +37,7 @@ class WeightsRef:
     digest: str
     pieces: tuple["ray.ObjectRef[Piece]", ...]
     report: "ray.ObjectRef[dict[str, Any]]"
+    recipe: str
     placement: Placement = "object_store"
 
     def wait(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def convert_to_store(
     refs = cast("list[ray.ObjectRef[Any]]", task.remote(checkpoint, config, texts, recipe))
     *pieces, report = refs
     digest = weights_digest(config, recipe)
-    return WeightsRef(checkpoint.architecture, digest, tuple(pieces), report, placement)
+    return WeightsRef(checkpoint.architecture, digest, tuple(pieces), report, recipe, placement)
 
 
 def _check_stores(needed: int) -> None:

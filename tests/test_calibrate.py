@@ -93,7 +93,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=MODELS, ids=str)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, overrides = MODELS[request.param]
-    return make_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), family, std=0.2, **overrides)
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +109,6 @@ def to_bfloat16(folder: Path) -> Path:
     save_file(tensors, path, metadata={"format": "pt"})
     edit_config(folder, dtype="bfloat16")
     return folder
-
-
-@pytest.fixture(scope="module")
-def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rounded")
-    return to_bfloat16(make_checkpoint(folder, "llama", std=0.15, num_hidden_layers=2, **BIASES))
 
 
 def load_reference(folder: Path) -> Any:
@@ -169,7 +163,7 @@ def test_a_text_does_not_see_its_neighbours(folder: Path) -> None:
     together = hidden_states(checkpoint, texts)[-1].split(LENGTHS)
     for text, ours in zip(texts, together, strict=True):
         alone = hidden_states(checkpoint, [text])[-1]
-        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-4)  # Sums in another order.
     # Other tokens next to it: not one bit changes.
     vocab_size = checkpoint.architecture.vocab_size
     others = [[(token + 1) % vocab_size for token in text] for text in texts]
@@ -431,6 +425,7 @@ def naive_quantized(
                     else:
                         quantize(module, 127)
         quantize(model.lm_head, head_code)
+        model.model.embed_tokens.register_forward_hook(lambda *args: args[2].bfloat16().float())
         return [model(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
 
 
@@ -502,7 +497,7 @@ def test_float_linears_alone_cost_little(llama: Path) -> None:
     (original,) = reference_logits(llama, texts)
     (rounded,) = simulated(llama, RTN, ROUND_TO_NEAREST, texts)
     (kept,) = simulated(llama, RTN, Treatment(float_groups=everything), texts)
-    assert relative_error(kept, original) < 0.3 * relative_error(rounded, original)
+    assert relative_error(kept, original) < 0.5 * relative_error(rounded, original)
 
 
 # --- What stays in floating point ---
@@ -550,12 +545,13 @@ ORDER = [
         (0, []),
         (8191, []),
         (8192, ORDER[:1]),
-        (20479, ORDER[:1]),
         (20480, ORDER[:2]),
-        (20480 + 24576, ORDER[:3]),
-        # gate_up no longer fits, qkv of layer 1 does, o of layer 0 behind it too.
-        (20480 + 24576 - 1, [*ORDER[:2], ORDER[3], ORDER[4]]),
-        (20480 + 16384 + 8191, [*ORDER[:2], ORDER[3]]),
+        (45056, ORDER[:3]),
+        # A group that does not fit is passed over for what does, behind it: with 12287 bytes left ...
+        (20479, [(1, "o"), (0, "o")]),
+        # ... with 24575, which leaves 8191 after qkv, and with 16383 behind the first three.
+        (45055, [(1, "o"), (0, "down"), (1, "qkv")]),
+        (61439, [*ORDER[:3], (0, "o")]),
         (10**9, ORDER),
     ],
 )
@@ -567,9 +563,6 @@ def test_float_bytes_go_to_the_worst_per_byte(
     config = QuantConfig(recipe="rtn", max_float_bytes=max_bytes)
     treatment = invented(STREAMS)
     chosen, _ = choose_float_groups(checkpoint, config, treatment, texts)
-    if max_bytes == 20480 + 24576 - 1:  # 8192 + 12288 + 16384 = 36864, and 8192 more just fit.
-        assert 36864 + 8192 == max_bytes + 1
-        expected = expected[:3]
     assert chosen.float_groups == frozenset(expected)
     assert sum(BYTES[group] for _, group in chosen.float_groups) <= max_bytes
     assert (chosen.scales, chosen.errors) == (treatment.scales, treatment.errors)
@@ -642,16 +635,33 @@ def test_as_few_groups_as_reach_the_target(coarse: Path) -> None:
     assert len(counts) > 3
 
 
+@pytest.mark.parametrize("needed", range(len(ORDER) + 1))
+def test_bisection_finds_the_smallest_number(
+    llama: Path, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(_: Any, __: Any, treatment: Treatment, *___: Any) -> Fidelity:
+        agrees_T = torch.tensor([True, len(treatment.float_groups) >= needed])
+        return Fidelity(agrees_T, *[torch.zeros(2)] * 4)
+
+    monkeypatch.setattr("quant.fallback.measure", measured)
+    checkpoint = open_checkpoint(llama)
+    config = QuantConfig(recipe="rtn", target_agreement=1.0)  # Reached, not exceeded.
+    texts = make_texts(checkpoint, (4,))
+    chosen, fidelity = choose_float_groups(checkpoint, config, invented(STREAMS), texts)
+    assert chosen.float_groups == frozenset(ORDER[:needed])
+    assert fidelity.agreement == 1
+
+
 def test_a_target_out_of_reach_takes_all_that_is_allowed(
     coarse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(coarse)
     texts = make_texts(checkpoint, (40, 30))
     treatment = invented(STREAMS)
+    worse = Fidelity(*[torch.zeros(5)] * 5)
+    monkeypatch.setattr("quant.fallback.measure", lambda *_: worse)
     for max_bytes, expected in ((None, ORDER), (20480, ORDER[:2]), (0, [])):
         config = QuantConfig(recipe="rtn", target_agreement=1.0, max_float_bytes=max_bytes)
-        worse = Fidelity(*[torch.zeros(5)] * 5)
-        monkeypatch.setattr("quant.fallback.measure", lambda *_: worse)
         chosen, fidelity = choose_float_groups(checkpoint, config, treatment, texts)
         assert chosen.float_groups == frozenset(expected)
         assert fidelity is worse
@@ -685,3 +695,22 @@ def test_texts_of_one_token_have_nothing_to_compare(llama: Path) -> None:
     config = QuantConfig(recipe="rtn")
     _, fidelity = choose_float_groups(checkpoint, config, ROUND_TO_NEAREST, texts)
     assert len(fidelity.agrees_T) == 4 + 6
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.o_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.up_proj", "input_layernorm"],
+)
+def test_a_layer_that_does_nothing_is_no_trouble(tmp_path: Path, name: str) -> None:
+    """As blocks that were added to a model begin, and pruned ones end."""
+    folder = make_checkpoint(tmp_path, "qwen2", num_hidden_layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.1.{name}.weight"].zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(folder)
+    texts = make_texts(checkpoint, (20, 15))
+    treatment = treat(checkpoint, texts, QuantConfig())
+    for scales in treatment.scales:
+        assert all(scale_K.isfinite().all() for scale_K in scales.values())
+    assert all(error.output >= 0 for error in treatment.errors)
+    assert run_texts(checkpoint, QuantConfig(), treatment, texts).isfinite().all()

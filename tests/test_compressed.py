@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -457,7 +458,7 @@ def test_what_was_written_converts_to_the_same_bits(
     checkpoint = open_checkpoint(tmp_path / "made")
     linears = {f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS}
     assert checkpoint.quantized == linears
-    assert open_checkpoint(source).quantized == frozenset()
+    assert open_checkpoint(source).quantized is None
     assert_same_pieces(
         convert_all(tmp_path / "made", **outer), convert_all(source, recipe="rtn", **outer)
     )
@@ -480,12 +481,12 @@ def test_float_groups_convert_to_bfloat16(source: Path, tmp_path: Path) -> None:
     assert_same_pieces(pieces, plain)
 
 
-@pytest.mark.parametrize(("all_float", "limit"), [(True, 0.02), (False, 0.1)])
+@pytest.mark.parametrize(("num_float", "limit"), [(7, 0.035), (2, 0.1)])
 def test_a_smoothed_checkpoint_answers_as_the_original(
-    source: Path, tmp_path: Path, all_float: bool, limit: float
+    source: Path, tmp_path: Path, num_float: int, limit: float
 ) -> None:
-    everything = frozenset((index, group) for index in range(2) for group in GROUPS)
-    groups = everything if all_float else FLOAT_GROUPS
+    most = frozenset((index, group) for index in range(2) for group in GROUPS) - {(1, "o")}
+    groups = most if num_float == len(most) else FLOAT_GROUPS
     write(source, tmp_path / "made", random_treatment(config_of(source), groups))
     model = load_model(tmp_path / "made")
     (prompt,) = make_prompts([30], model.architecture.vocab_size)
@@ -552,9 +553,17 @@ def write_foreign(source: Path, folder: Path, ignore: list[str], kept: list[str]
 
 
 def logits_by_hand(
-    source: Path, meant: Tensors, float_linears: Sequence[str], prompt: list[int]
+    source: Path, meant: Tensors, prompt: list[int], int8: Sequence[str], bf16: Sequence[str]
 ) -> torch.Tensor:
-    """transformers' logits with these weights and, but for some, linears' inputs of 255 values."""
+    """transformers' logits with these weights; the inputs of some linears take 255 values.
+
+    Args:
+        source: a checkpoint of the same shape.
+        meant: the weights.
+        prompt: token ids.
+        int8: the linears whose inputs are rounded, token by token.
+        bf16: the linears that are computed in bfloat16.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -564,9 +573,16 @@ def logits_by_hand(
         scale = inputs[0].abs().amax(dim=-1, keepdim=True) / 127
         return (inputs[0] / scale).round() * scale
 
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name not in float_linears:
-            module.register_forward_pre_hook(round_inputs)
+    def in_bfloat16(
+        linear: torch.nn.Linear, inputs: tuple[torch.Tensor, ...], _: torch.Tensor
+    ) -> torch.Tensor:
+        product = F.linear(inputs[0].bfloat16(), linear.weight.bfloat16()).float()
+        return product if linear.bias is None else product + linear.bias
+
+    for name in int8:
+        model.get_submodule(name).register_forward_pre_hook(round_inputs)
+    for name in bf16:
+        model.get_submodule(name).register_forward_hook(in_bfloat16)
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0]
     return logits
@@ -595,14 +611,14 @@ def test_foreign_checkpoints_answer_as_what_they_stand_for(
     head = "bf16" if "lm_head" in kept else "int8"
     exact = load_model(tmp_path / "foreign", TorchBackend(torch.float32), head=head)
     (prompt,) = make_prompts([30], exact.architecture.vocab_size)
-    # The head's inputs have 16 bits, which is as good as float here.
-    expected = logits_by_hand(source, meant, [*kept, "lm_head"], prompt)
-    # What is left are inputs at the edge of a code, and sums in bfloat16 where weights are.
-    ours = prefill(exact, prompt)
-    assert relative_error(ours, expected) < 0.01
-    all_float = [f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
-    plain = logits_by_hand(source, meant, [*all_float, "lm_head"], prompt)
-    assert relative_error(expected, plain) > 0.01  # So that the rounding of inputs is seen.
+    linears = [f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
+    int8 = [linear for linear in linears if linear not in kept]
+    # An int8 head's inputs have 16 bits, which is as good as float here.
+    expected = logits_by_hand(source, meant, prompt, int8, kept)
+    # What is left are inputs at the edge of a code that fall the other way.
+    assert relative_error(prefill(exact, prompt), expected) < 0.012
+    plain = logits_by_hand(source, meant, prompt, [], [])
+    assert relative_error(expected, plain) > 0.015  # So that the rounding of inputs is seen.
     cpu = load_model(tmp_path / "foreign", head=head)
     assert relative_error(prefill(cpu, prompt), plain) < 0.1
 

@@ -153,7 +153,8 @@ def test_leaving_before_the_tests_is_no_pass(ending: str) -> None:
 
 
 def test_leaving_behind_the_tests_with_an_error_is_no_pass() -> None:
-    assert grade(row(), f"import atexit, os\natexit.register(os._exit, 3)\n{ADD}") is False
+    leave = "def leave():\n    sys.stdout.flush()\n    os._exit(3)\natexit.register(leave)\n"
+    assert grade(row(), f"import atexit, os, sys\n{leave}{ADD}") is False
 
 
 @pytest.mark.parametrize("body", ["while True:\n    pass", "import time\ntime.sleep(60)"])
@@ -286,3 +287,45 @@ def test_wilsons_interval_stays_within_0_and_1(count: int) -> None:
     for num_right in range(count + 1):
         low, high = wilson_interval(num_right, count)
         assert 0 <= low <= high <= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```bash\npip install x\n```\nNow:\n```python\n{ADD}```",
+        f"```Python\n{ADD}```",
+        f"```python3\n{ADD}```\nDone.",
+        f"```python\n{ADD}```".replace("\n", "\r\n"),
+        "1. Do this:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
+        "from __future__ import annotations\n" + ADD,
+        f"```python\ndef add_all(x):\n    return sum(x)\n```\n```python\n{ADD}```",
+    ],
+    ids=range(7),
+)
+def test_code_is_found_where_models_put_it(text: str) -> None:
+    assert grade(row(), text) is True
+
+
+def test_a_long_test_and_a_prompt_with_prose_and_imports() -> None:
+    assert grade(row() | {"test": row()["test"] + "#" * 140_000}, ADD) is True
+    prompt = "import the values a and b\nfrom math import *\nfrom __future__ import annotations\n"
+    assert grade(row(prompt=prompt), ADD) is True
+
+
+def test_endless_printing_is_cut_off() -> None:
+    assert outcome("while True:\n    print('x' * 100_000)") is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("-5", "it is \N{MINUS SIGN}5"),
+        ("0.5", "it is .5"),
+        ("18", "3x (10-18)"),
+        ("4", "3-4"),
+        ("100000", "1e5"),
+        ("-7", "x = -7."),
+    ],
+)
+def test_numbers_as_people_write_them(answer: str, text: str) -> None:
+    assert grade({"answer": answer}, text) is True

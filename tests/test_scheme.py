@@ -294,3 +294,27 @@ def test_what_is_written_is_the_form_of_llm_compressor() -> None:
 def test_what_is_written_can_be_read() -> None:
     made = json.loads(json.dumps(make_scheme(["lm_head", Q_PROJ])))
     assert read(made) == Scheme(("Linear",), ("lm_head", Q_PROJ))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ignore": ["re:("]}, "ignore: 're:(' is no pattern"),
+        ({"ignore": "lm_head"}, "ignore is 'lm_head', not a list"),
+        ({"ignore": [3]}, "ignore is 3, not a str"),
+        ({"config_groups": ["group_0"]}, "config_groups is ['group_0'], not a dict"),
+        ({"config_groups": {"group_0": "W8A8"}}, "group_0 is 'W8A8', not a dict"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config is"),
+    ],
+    ids=str,
+)
+def test_what_is_malformed_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        read(LLM_COMPRESSOR | changes)
+
+
+def test_a_config_that_is_no_object_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="quantization_config is 'int8', not a dict"):
+        read_scheme({"quantization_config": "int8"}, FOLDER)
+    with pytest.raises(CheckpointError, match="targets is 'Linear', not a list"):
+        scheme_of(targets="Linear")
