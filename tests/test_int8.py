@@ -173,19 +173,20 @@ def test_subnormal_rows_keep_their_codes_in_range(
 
 
 def test_largest_activation_code_by_hand() -> None:
-    assert max_activation_code(8960) == 1887  # 2147483647 / (127 * 8960) = 1887.2
-    assert max_activation_code(1536) == 11008  # 2147483647 / (127 * 1536) = 11008.7
+    # Weights of other tools go down to -128, which is 2 ** 7: 2 ** 31 - 1 over 2 ** 7 times the inputs.
+    assert max_activation_code(8960) == 1872  # 16777215.99 / 8960 = 1872.5
+    assert max_activation_code(1536) == 10922  # 16777215.99 / 1536 = 10922.7
     assert max_activation_code(64) == 32767  # an int16's largest
-    assert max_activation_code(516) == 32767  # 2147483647 / (127 * 516) = 32769.99
-    assert max_activation_code(517) == 32706  # 2147483647 / (127 * 517) = 32706.6
+    assert max_activation_code(512) == 32767  # 16777215.99 / 512 = 32767.99
+    assert max_activation_code(513) == 32704  # 16777215.99 / 513 = 32704.1
 
 
 @given(num_inputs=st.integers(1, 200_000))
 @settings(deadline=None, derandomize=True, database=None)
 def test_largest_activation_code_never_overflows(num_inputs: int) -> None:
     code = max_activation_code(num_inputs)
-    assert code * 127 * num_inputs <= INT32_MAX
-    assert code == 32767 or (code + 1) * 127 * num_inputs > INT32_MAX
+    assert code * 128 * num_inputs <= INT32_MAX
+    assert code == 32767 or (code + 1) * 128 * num_inputs > INT32_MAX
 
 
 def by_numpy(
