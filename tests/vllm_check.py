@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.jsonl"
@@ -140,11 +141,13 @@ def make_exact() -> bool:
         return False
 
     def create(weight_KN: Any, scales: Any, *_: Any) -> Any:
-        return weight_KN.double(), scales.flatten().double()
+        k, n = weight_KN.shape
+        return SimpleNamespace(
+            k=k, n=n, weight_KN=weight_KN.double(), scales=scales.flatten().double()
+        )
 
     def multiply(handler: Any, x: Any, output: Any, x_scale: Any, *rest: Any) -> None:
-        weight_KN, scales = handler
-        sums = (x.double() @ weight_KN) * x_scale.reshape(-1, 1) * scales
+        sums = (x.double() @ handler.weight_KN) * x_scale.reshape(-1, 1) * handler.scales
         bias = rest[-1]
         output.copy_(sums if bias is None else sums + bias)
 
