@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,8 +44,6 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "cluster.num_workers": "num-workers",
     "data.limit": "limit",
 }
-
-
 _FILE_LISTS = {"input", "evaluate"}
 
 
@@ -59,7 +58,7 @@ class _Settings(BaseSettings):
     )
 
     @classmethod
-    def settings_customise_sources(
+    def settings_customise_sources(  # The signature is pydantic-settings'.
         cls,
         settings_cls: type[BaseSettings],  # noqa: ARG003
         init_settings: PydanticBaseSettingsSource,
@@ -93,6 +92,11 @@ class _Quantize(QuantizeConfig, _Settings):
         cli_shortcuts=QUANT_SHORTCUTS
         | {"num_evaluation_samples": "num-evaluation-samples", "max_tokens": "max-tokens"},
     )
+
+
+def say(line: str) -> None:
+    """Tell people what is going on, beside the output proper."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse_run(arguments: Sequence[str]) -> RunConfig:

@@ -6,9 +6,11 @@ simulation). Prompts that carry an answer or tests are graded for both models' o
 """
 
 import json
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from jobs.cli import say
 from pipeline.admission import Admission
 from pipeline.config import QuantizeConfig
 from pipeline.errors import InputError
@@ -63,7 +66,7 @@ def evaluate(
     quantized = open_checkpoint(output)
     max_len = max(len(p.token_ids) for p in prompts) + config.max_tokens
     text = TokenizerText(tokenizer.backend_tokenizer.to_str())
-    _say(f"measuring on {len(prompts)} prompts, {config.max_tokens} tokens each")
+    say(f"measuring on {len(prompts)} prompts, {config.max_tokens} tokens each")
     reference = QuantConfig().reference()
     head = Head(checkpoint, reference)
     answers: dict[str, list[_Answer]] = {}
@@ -146,7 +149,7 @@ def _measure(
 ) -> Fidelity:
     """The model against the original, whose last states are given, on the answers' tokens."""
     cache = model.new_cache(1, max(map(len, texts)))
-    total: Fidelity | None = None
+    parts = []
     states = states_TC.split([len(text) for text in texts])
     for prompt, text, state_C in zip(prompts, texts, states, strict=True):
         start = len(prompt.token_ids)
@@ -157,10 +160,8 @@ def _measure(
             logit_indices=torch.arange(start - 1, len(text) - 1),
         )
         logits_TV = model.forward(batch, cache)
-        one = compare(head(state_C[start - 1 : -1]), logits_TV, torch.tensor(text[start:]))
-        total = one if total is None else total + one
-    assert total is not None
-    return total
+        parts.append(compare(head(state_C[start - 1 : -1]), logits_TV, torch.tensor(text[start:])))
+    return reduce(operator.add, parts)
 
 
 def _grade(prompts: Sequence[Prompt], answers: dict[str, list[_Answer]]) -> dict[str, Any]:
@@ -216,7 +217,3 @@ def show(report: dict[str, Any]) -> None:
 def _share(graded: dict[str, Any]) -> str:
     low, high = graded["confidence_interval"]
     return f"{graded['num_right']} of {graded['num_graded']} ({low:.0%} to {high:.0%})"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,13 +1,12 @@
 """`quantize`: a checkpoint to W8A8, written for other engines and for later runs of `generate`."""
 
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.cli import parse_quantize
+from jobs.cli import parse_quantize, say
 from jobs.evaluate import evaluate, read_prompts
 from pipeline.admission import load_tokenizer
 from pipeline.calibration import read_calibration
@@ -57,7 +56,7 @@ def _convert(config: QuantizeConfig, folder: Path, tokenizer: Any, output: Path)
         raise CheckpointError(f"{folder}: already quantized; give the original checkpoint")
     texts = read_calibration(config.quant, tokenizer)
     if texts:
-        _say(f"calibrating on {sum(map(len, texts))} tokens of {len(texts)} texts")
+        say(f"calibrating on {sum(map(len, texts))} tokens of {len(texts)} texts")
     digest = recipe_digest(checkpoint, config.quant, texts)
     partial = output.with_name(f".{output.name}.{digest[:8]}.partial")
     try:
@@ -75,7 +74,8 @@ def _convert(config: QuantizeConfig, folder: Path, tokenizer: Any, output: Path)
 
 def format_report(folder: Path, seconds: float) -> str:
     """What was made, in a few lines for people."""
-    report: dict[str, Any] = read_report(folder) or {}
+    report = read_report(folder)
+    assert report is not None, "write_quantized always writes one"
     fidelity = report["fidelity_on_calibration_texts"]
     kept = report["float_linears"]
     lines = {
@@ -91,7 +91,3 @@ def format_report(folder: Path, seconds: float) -> str:
         "output": str(folder),
     }
     return "\n".join(f"{key:>8}  {value}" for key, value in lines.items())
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import ray
 
+from jobs.cli import say
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
@@ -22,7 +22,7 @@ from pipeline.summary import Summary, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import check_precision
-from quant.prepare import cached_folder
+from quant.prepare import cached_folder, is_cached
 from quant.store import WeightsRef, convert_to_store
 from workers.actor import WorkerSettings
 
@@ -48,8 +48,8 @@ def run(config: RunConfig, model: Model, started: float) -> None:
     if not model.checkpoint.is_quantized:
         texts = read_calibration(config.quant, model.tokenizer)
     weights = convert_to_store(model.checkpoint, config.quant, texts, config.cluster.weights)
-    if texts and not cached_folder(weights.recipe).exists():
-        _say(
+    if texts and not is_cached(weights.recipe):
+        say(
             f"calibrating on {sum(map(len, texts))} tokens; this takes a while, once: the weights "
             f"are kept in {cached_folder(weights.recipe)}"
         )
@@ -62,12 +62,12 @@ def run(config: RunConfig, model: Model, started: float) -> None:
     total, fresh = Summary(), Summary()
     for name in sorted(set(names) - set(pending)):
         total = total.add(read_report(config.output, name))
-    _say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
+    say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
     first_part_after = None
     for report in _generate(config, model, plan, weights, pending):
         total, fresh = total.add(report), fresh.add(report)
         first_part_after = first_part_after or time.monotonic() - started
-        _say(
+        say(
             f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
             f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
         )
@@ -193,7 +193,3 @@ def _describe_run(
             "first_part_after_seconds": first_part_after and round(first_part_after, 1),
         },
     }
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

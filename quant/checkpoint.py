@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ class Checkpoint:
             )
         return codes_NK, self.read(f"{linear}.weight_scale").float().flatten()
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of what stays in floating point."""
         return self.read(FINAL_NORM).dtype

@@ -22,7 +22,7 @@ from quant.checkpoint import (
     tensor_shapes,
 )
 from quant.config import Precision, QuantConfig
-from quant.decoder import LayerTensors, fused_bias, fused_weight
+from quant.decoder import LayerTensors, fused_bias, fused_scale, fused_weight
 from quant.errors import CheckpointError
 from quant.int8 import dequantize_rows, pack, quantize_rows
 from quant.quantize import ROUND_TO_NEAREST, layer_tensors
@@ -136,8 +136,7 @@ def _layer_piece(layer: LayerTensors, architecture: Architecture, config: QuantC
     for group in linear_groups(architecture):
         weight, bias = fused_weight(layer, group), fused_bias(layer, group)
         if weight.dtype == torch.int8:
-            scales = [layer[f"{linear}.weight_scale"] for linear in group.linears]
-            _put_int8(piece, group.name, weight, torch.cat(scales).flatten())
+            _put_int8(piece, group.name, weight, fused_scale(layer, group))
         else:
             piece[f"{group.name}.weight"] = _weight_array(weight, config)
         if bias is not None:

@@ -22,15 +22,23 @@ LayerTensors = dict[str, torch.Tensor]
 Apply = Callable[[LinearGroup, torch.Tensor], torch.Tensor]
 
 
-def read_layer(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> LayerTensors:
-    """A layer of a floating-point checkpoint, in `dtype`."""
+def read_layer(
+    checkpoint: Checkpoint, index: int, dtype: torch.dtype | None = None
+) -> LayerTensors:
+    """A layer of a floating-point checkpoint, in `dtype`, or as it is stored."""
     names = layer_names(checkpoint.architecture)
-    return {name: checkpoint.read(f"model.layers.{index}.{name}").to(dtype) for name in names}
+    layer = {name: checkpoint.read(f"model.layers.{index}.{name}") for name in names}
+    return layer if dtype is None else {name: t.to(dtype) for name, t in layer.items()}
 
 
 def fused_weight(layer: LayerTensors, group: LinearGroup) -> torch.Tensor:
     """The weights [J, K] of a group, one projection below the other."""
     return torch.cat([layer[f"{linear}.weight"] for linear in group.linears])
+
+
+def fused_scale(layer: LayerTensors, group: LinearGroup) -> torch.Tensor:
+    """The scales [J] of an int8 group."""
+    return torch.cat([layer[f"{linear}.weight_scale"] for linear in group.linears]).flatten()
 
 
 def fused_bias(layer: LayerTensors, group: LinearGroup) -> torch.Tensor | None:

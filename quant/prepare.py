@@ -29,10 +29,8 @@ from quant.quantize import ROUND_TO_NEAREST
 # Part of the digests: raise it whenever the tensors made from the same checkpoint change.
 CODE_VERSION = 3
 
-_LEAVES_OUT = {
-    "precision",
-    "calibration",
-}  # What is not the recipe's: how it runs, where texts are.
+# Not the recipe's: how the weights run, and where the texts came from.
+_LEAVES_OUT = {"precision", "calibration"}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -66,7 +64,7 @@ def prepared(
         return
     with contextlib.ExitStack() as stack:
         folder = cached_folder(digest)
-        if not _is_made(folder):
+        if not is_cached(digest):
             if not _is_writable(folder.parent):
                 _LOGGER.warning(
                     "%s cannot be written to, so the weights are not kept", folder.parent
@@ -80,9 +78,10 @@ def prepared(
         yield open_checkpoint(folder)
 
 
-def _is_made(folder: Path) -> bool:
+def is_cached(digest: str) -> bool:
+    """Whether the quantized checkpoint of a `recipe_digest` is in this machine's cache."""
     try:
-        return (folder / "config.json").is_file()
+        return (cached_folder(digest) / "config.json").is_file()
     except OSError:  # A folder that may not be searched.
         return False
 

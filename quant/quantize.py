@@ -26,8 +26,7 @@ def layer_tensors(
     if checkpoint.is_quantized:
         return _stored(checkpoint, index)
     if config.precision != "w8a8":
-        names = layer_names(checkpoint.architecture)
-        return {name: checkpoint.read(f"model.layers.{index}.{name}") for name in names}
+        return read_layer(checkpoint, index)
     layer = read_layer(checkpoint, index, torch.float32)
     if treatment.scales:
         smooth_(layer, checkpoint.architecture, treatment.scales[index])

@@ -6,7 +6,9 @@ the two differ by float32 rounding only.
 Legend: T positions of all texts, C model width, V vocabulary.
 """
 
+import operator
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,15 @@ import torch.nn.functional as F
 from quant.calibrate import Text, Treatment, embed
 from quant.checkpoint import EMBEDDINGS, FINAL_NORM, HEAD, Checkpoint, LinearGroup
 from quant.config import QuantConfig
-from quant.decoder import Apply, LayerTensors, forward_layer, fused_bias, fused_weight, rms_norm
+from quant.decoder import (
+    Apply,
+    LayerTensors,
+    forward_layer,
+    fused_bias,
+    fused_scale,
+    fused_weight,
+    rms_norm,
+)
 from quant.fidelity import Fidelity, compare
 from quant.int8 import dequantize_rows, max_activation_code, quantize_rows, round_rows
 from quant.quantize import layer_tensors
@@ -31,15 +41,14 @@ def measure(
     got_TC = run_texts(checkpoint, config, treatment, texts)
     head, reference = Head(checkpoint, config), Head(checkpoint, config.reference())
     lengths = [len(text) for text in texts]
-    total: Fidelity | None = None
-    for text, ref_C, got_C in zip(
-        texts, reference_TC.split(lengths), got_TC.split(lengths), strict=True
-    ):
-        following = torch.tensor(text[1:])
-        one = compare(reference(ref_C[:-1]), head(got_C[:-1]), following)
-        total = one if total is None else total + one
-    assert total is not None
-    return total
+    states = zip(texts, reference_TC.split(lengths), got_TC.split(lengths), strict=True)
+    return reduce(
+        operator.add,
+        (
+            compare(reference(ref_TC[:-1]), head(text_TC[:-1]), torch.tensor(text[1:]))
+            for text, ref_TC, text_TC in states
+        ),
+    )
 
 
 def run_texts(
@@ -63,8 +72,7 @@ def _apply(layer: LayerTensors) -> Apply:
     def apply(group: LinearGroup, x_TK: torch.Tensor) -> torch.Tensor:
         weight_JK, bias_J = fused_weight(layer, group), fused_bias(layer, group)
         if weight_JK.dtype == torch.int8:
-            scales = [layer[f"{linear}.weight_scale"] for linear in group.linears]
-            weight_JK = dequantize_rows(weight_JK, torch.cat(scales).flatten())
+            weight_JK = dequantize_rows(weight_JK, fused_scale(layer, group))
             x_TK = round_rows(x_TK)
         return F.linear(x_TK, weight_JK.float(), None if bias_J is None else bias_J.float())
 

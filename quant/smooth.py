@@ -100,8 +100,9 @@ def search_scales(
     for group in linear_groups(sample.architecture):
         search = _Search(_measure(sample, group), torch.ones(sample.inputs[group.name].shape[1]))
         if recipe != "rtn":
-            exponent = _search_alpha(search, sample, group) if alpha is None else alpha
-            balance_K = _balance(sample, group, exponent)
+            balance = _balance(sample, group)
+            exponent = _search_alpha(search, balance) if alpha is None else alpha
+            balance_K = balance(exponent)
             if alpha is not None:
                 search = _Search(search.measure, balance_K)
             if recipe == "m2":
@@ -130,14 +131,14 @@ class _Search:
         return True
 
 
-def _search_alpha(search: _Search, sample: LayerSample, group: LinearGroup) -> float:
+def _search_alpha(search: _Search, balance: Callable[[float], torch.Tensor]) -> float:
     """The best exponent: first of coarse steps, then half a step beside the best of them."""
     best = _ALPHAS[0]
     for exponent in _ALPHAS:
-        if search.offer(_balance(sample, group, exponent)):
+        if search.offer(balance(exponent)):
             best = exponent
     for exponent in (best - _ALPHA_STEP / 2, best + _ALPHA_STEP / 2):
-        if search.offer(_balance(sample, group, exponent)):
+        if search.offer(balance(exponent)):
             best = exponent
     return best
 
@@ -158,15 +159,19 @@ def _refine(
     return _tie(refined_K, sample.architecture, group)
 
 
-def _balance(sample: LayerSample, group: LinearGroup, alpha: float) -> torch.Tensor:
-    """SmoothQuant's s [K], of geometric mean 1; 1 for channels that are always zero."""
+def _balance(sample: LayerSample, group: LinearGroup) -> Callable[[float], torch.Tensor]:
+    """From alpha to SmoothQuant's s [K], of geometric mean 1; 1 for channels that are always zero."""
     absmax_K = _tie(sample.absmax[group.name], sample.architecture, group)
     weight_max_K = fused_weight(sample.layer, group).abs().amax(dim=0)
     weight_max_K = _tie(weight_max_K, sample.architecture, group).clamp(min=_SMALLEST)
-    balance_K = absmax_K.clamp(min=_SMALLEST) ** alpha / weight_max_K ** (1 - alpha)
     alive = absmax_K > 0
-    balance_K = balance_K / balance_K[alive].log().mean().exp()
-    return torch.where(alive, balance_K, torch.ones_like(balance_K))
+
+    def balance(alpha: float) -> torch.Tensor:
+        balance_K = absmax_K.clamp(min=_SMALLEST) ** alpha / weight_max_K ** (1 - alpha)
+        balance_K = balance_K / balance_K[alive].log().mean().exp()
+        return torch.where(alive, balance_K, torch.ones_like(balance_K))
+
+    return balance
 
 
 def _tie(values_K: torch.Tensor, architecture: Architecture, group: LinearGroup) -> torch.Tensor:
