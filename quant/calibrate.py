@@ -22,7 +22,7 @@ from quant.smooth import LayerSample, Scales, search_scales
 Text = Sequence[int]
 
 _BATCH_TOKENS = 2048  # Tokens of a layer's pass: bounds the memory of the widest activations.
-_SEARCH_TOKENS = 384
+_CHECK_TOKENS = 768  # Of the texts that scales are chosen by, at most a quarter of all.
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def treat(
         config: the recipe.
         seen: what `observe` found in other texts.
     """
-    chosen = some_texts(range(len(texts)), [len(text) for text in texts], _SEARCH_TOKENS)
-    rows = _rows_of(texts, chosen)
-    lengths = [len(texts[i]) for i in chosen]
+    checking = texts_to_check(texts)
+    fitting = [i for i in range(len(texts)) if i not in checking] or checking
+    fitted, checked = _rows_of(texts, fitting), _rows_of(texts, checking)
     all_scales: list[Scales] = []
     all_errors: list[GroupError] = []
     for view in _walk(checkpoint, texts):
@@ -99,9 +99,9 @@ def treat(
             architecture=checkpoint.architecture,
             index=view.index,
             absmax={group: stats.absmax[view.index, group] for group in view.inputs},
-            all_inputs=view.inputs,
-            inputs={group: x_TK[rows] for group, x_TK in view.inputs.items()},
-            lengths=lengths,
+            fitted={group: x_TK[fitted] for group, x_TK in view.inputs.items()},
+            checked={group: x_TK[checked] for group, x_TK in view.inputs.items()},
+            lengths=[len(texts[i]) for i in checking],
         )
         scales, errors = search_scales(sample, config.recipe, config.alpha, checkpoint.dtype)
         all_scales.append(scales)
@@ -195,13 +195,12 @@ def _batches(texts: Sequence[Text]) -> Iterator[list[Text]]:
         yield batch
 
 
-def some_texts(
-    numbers: Sequence[int], lengths: Sequence[int], num_tokens: int, skip: int = 0
-) -> list[int]:
-    """Evenly spread texts of together about `num_tokens`; `skip` moves on to others, while there are."""
-    average = sum(lengths) / len(lengths)
-    count = min(len(numbers), max(1, round(num_tokens / average)))
-    return [numbers[(i * len(numbers) // count + skip) % len(numbers)] for i in range(count)]
+def texts_to_check(texts: Sequence[Text]) -> list[int]:
+    """Which texts scales are not fitted to but chosen by; evenly spread over all, one at least."""
+    average = sum(map(len, texts)) / len(texts)
+    count = min(len(texts) / 4, _CHECK_TOKENS / average)
+    count = max(1, round(count))
+    return [i * len(texts) // count for i in range(count)]
 
 
 def _rows_of(texts: Sequence[Text], chosen: Sequence[int]) -> torch.Tensor:

@@ -31,7 +31,7 @@ class QuantConfig(BaseModel):
         description="Prompt file (path or URI) whose texts the recipe calibrates on; None: the set that "
         "ships with the project.",
     )
-    num_calibration_samples: int = Field(64, ge=1, description="Texts of it that are used.")
+    num_calibration_samples: int = Field(128, ge=1, description="Texts of it that are used.")
     max_calibration_tokens: int = Field(
         64, ge=2, description="Tokens of a text that are used; the rest is cut off."
     )

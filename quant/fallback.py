@@ -8,7 +8,7 @@ decoder is run over texts and its first choices are compared with the original's
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quant.calibrate import Text, Treatment, some_texts
+from quant.calibrate import Text, Treatment, texts_to_check
 from quant.checkpoint import Checkpoint
 from quant.config import QuantConfig
 from quant.fidelity import Fidelity
@@ -16,7 +16,6 @@ from quant.quantize import ROUND_TO_NEAREST
 from quant.simulate import measure, run_texts
 
 _BYTES = 2  # Of a weight that stays in floating point.
-_EVALUATION_TOKENS = 768
 
 
 def choose_float_groups(
@@ -27,12 +26,9 @@ def choose_float_groups(
     With both, as few as reach the target, within the bytes; with one, that one alone decides.
 
     Returns:
-        The treatment, and how close the model then is on some of the texts (others than those that the
-        scales were searched on, if there are enough).
+        The treatment, and how close the model then is on the texts that its scales were not fitted to.
     """
-    texts = [text for text in texts if len(text) > 1]
-    lengths = [len(text) for text in texts]
-    texts = [texts[i] for i in some_texts(range(len(texts)), lengths, _EVALUATION_TOKENS, skip=1)]
+    texts = [texts[i] for i in texts_to_check(texts)]
     reference_TC = run_texts(checkpoint, config.reference(), ROUND_TO_NEAREST, texts)
     order = _worst_first(treatment, config)
 

@@ -10,10 +10,18 @@ heads, so they share its s_j), up_proj's rows. SmoothQuant (arXiv 2211.10438) ta
 The recipe "m2", after the enhancement that Quasar (arXiv 2603.01399) uses, which in turn goes back to
 Outlier Suppression+ (arXiv 2304.09145), lowers only outlier channels and searches the threshold that
 makes a channel one: s_j = max(1, b_j / t), b_j being SmoothQuant's value. Here alpha and t are both
-searched, the outcome is refined by gradient descent (`quant.refine`), and what is kept is what has the
-smallest error of what the group feeds: the attention's output for q/k/v, silu(gate) * up for
-gate/up, else the linear's own output; per token and relative, so that the few tokens with massive
-activations do not decide alone.
+searched, the outcome is refined by gradient descent (`quant.refine`), and b_j is made of norms instead
+of maxima, since the maximum of a channel that rarely fires is whatever the texts happen to hold:
+
+    b_j = |x_j|_q ** alpha / |w_j|_2 ** (1 - alpha),  alpha = q / (q + 2)
+
+Of all scales with the same sum_j s_j ** 2 * |w_j| ** 2, by which a token's rounding step is multiplied
+on its way to the output, these have the smallest sum_j E|x_j / s_j| ** q, which stands for the token's
+largest input (set the derivative to zero). x is taken relative to the token's output.
+
+Scales are fitted to some texts and chosen by others. What is kept is what has the smallest error of what
+the group feeds: the attention's output for q/k/v, silu(gate) * up for gate/up, else the linear's own
+output; per token and relative, so that the few tokens with massive activations do not decide alone.
 
 Legend: T tokens, C model width, K inputs and J outputs of a group, H, G, D as in `quant.decoder`.
 """
@@ -34,7 +42,7 @@ from quant.refine import refine_scales
 Scales = dict[str, torch.Tensor]  # By a group's name: s [K], float32.
 
 _ALPHA_STEP = 0.1
-_ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _THRESHOLDS = (0.25, 0.5, 0.75, 0.9)  # Shares of the channels that stay as they are.
 _SOURCES = {
     "qkv": "input_layernorm",
@@ -43,7 +51,9 @@ _SOURCES = {
     "down": "mlp.up_proj",
 }
 _SMALLEST = 1e-5
+_POWERS = (1.0, 128.0)  # The smallest and the largest q; the latter stands for the maximum.
 _MAX_OUTPUTS = 1024  # Outputs of a group that the search looks at.
+_CHUNK = 1024  # Tokens whose powers are in memory at once.
 
 
 def smooth_(layer: LayerTensors, architecture: Architecture, scales: Scales) -> None:
@@ -66,18 +76,18 @@ def smooth_(layer: LayerTensors, architecture: Architecture, scales: Scales) -> 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """What the search knows of a layer: its tensors, and its linears' inputs for a few texts.
+    """What the search knows of a layer: its tensors, and its linears' inputs, by group.
 
-    `absmax` holds max|x_j| [K] by group over all calibration texts, `all_inputs` their x [T, K], and
-    `inputs` those of a few texts of `lengths` tokens, which errors are measured on.
+    `absmax` holds max|x_j| [K] over all calibration texts, `fitted` the x [T, K] that scales are fitted
+    to, and `checked` those of the texts, of `lengths` tokens, that errors are measured on.
     """
 
     layer: LayerTensors
     architecture: Architecture
     index: int
     absmax: dict[str, torch.Tensor]
-    all_inputs: dict[str, torch.Tensor]
-    inputs: dict[str, torch.Tensor]
+    fitted: dict[str, torch.Tensor]
+    checked: dict[str, torch.Tensor]
     lengths: Sequence[int]
 
 
@@ -98,9 +108,9 @@ def search_scales(
     scales: Scales = {}
     errors: dict[str, float] = {}
     for group in linear_groups(sample.architecture):
-        search = _Search(_measure(sample, group), torch.ones(sample.inputs[group.name].shape[1]))
+        search = _Search(_measure(sample, group), torch.ones(sample.checked[group.name].shape[1]))
         if recipe != "rtn":
-            balance = _balance(sample, group)
+            balance = (_balance_norms if recipe == "m2" else _balance_maxima)(sample, group)
             exponent = _search_alpha(search, balance) if alpha is None else alpha
             balance_K = balance(exponent)
             if alpha is not None:
@@ -108,8 +118,7 @@ def search_scales(
             if recipe == "m2":
                 for share in _THRESHOLDS:
                     search.offer((balance_K / balance_K.quantile(share)).clamp(min=1))
-                for rows in _rows_to_refine_by(sample, group):
-                    search.offer(_refine(sample, group, rows, search.best_K))
+                search.offer(_refine(sample, group, search.best_K))
             scales[group.name] = _settle(sample, group, search.best_K, dtype)
             search.error = search.measure(scales[group.name])
         errors[group.name] = search.error
@@ -143,43 +152,66 @@ def _search_alpha(search: _Search, balance: Callable[[float], torch.Tensor]) -> 
     return best
 
 
-def _rows_to_refine_by(sample: LayerSample, group: LinearGroup) -> list[slice]:
-    """Outputs whose errors count: all; or what decides where attention looks, or what it brings."""
-    if group.name != "qkv":
-        return [slice(None)]
-    num_values = sample.architecture.num_kv_heads * sample.architecture.head_dim
-    return [slice(None), slice(0, -num_values), slice(-num_values, None)]
-
-
-def _refine(
-    sample: LayerSample, group: LinearGroup, rows: slice, scale_K: torch.Tensor
-) -> torch.Tensor:
-    weight_JK = fused_weight(sample.layer, group)[rows]
-    refined_K = refine_scales(sample.all_inputs[group.name], weight_JK, scale_K)
+def _refine(sample: LayerSample, group: LinearGroup, scale_K: torch.Tensor) -> torch.Tensor:
+    weight_JK = fused_weight(sample.layer, group)
+    refined_K = refine_scales(sample.fitted[group.name], weight_JK, scale_K)
     return _tie(refined_K, sample.architecture, group)
 
 
-def _balance(sample: LayerSample, group: LinearGroup) -> Callable[[float], torch.Tensor]:
-    """From alpha to SmoothQuant's s [K], of geometric mean 1; 1 for channels that are always zero."""
+Balance = Callable[[float], torch.Tensor]  # From alpha to s [K].
+
+
+def _balance_maxima(sample: LayerSample, group: LinearGroup) -> Balance:
+    """SmoothQuant's rule."""
     absmax_K = _tie(sample.absmax[group.name], sample.architecture, group)
     weight_max_K = fused_weight(sample.layer, group).abs().amax(dim=0)
-    weight_max_K = _tie(weight_max_K, sample.architecture, group).clamp(min=_SMALLEST)
-    alive = absmax_K > 0
+    weight_max_K = _tie(weight_max_K, sample.architecture, group)
+    return lambda alpha: _balance(absmax_K, weight_max_K, alpha)
+
+
+def _balance_norms(sample: LayerSample, group: LinearGroup) -> Balance:
+    """m2's rule."""
+    weight_power_K = fused_weight(sample.layer, group).square().sum(dim=0)
+    weight_norm_K = _tie(weight_power_K, sample.architecture, group, torch.sum).sqrt()
+    logs = []
+    for x_BK in sample.fitted[group.name].split(_CHUNK):
+        size_B = (x_BK.square() @ weight_power_K).clamp(min=1e-20).sqrt()
+        logs.append((x_BK.abs() / size_B[:, None]).log_())
+    log_max_K = torch.stack([log_BK.amax(dim=0) for log_BK in logs]).amax(dim=0)
+    log_max_K = _tie(log_max_K, sample.architecture, group)
+    log_max_K[log_max_K.isneginf()] = 0  # Of channels that are always zero; any number does.
 
     def balance(alpha: float) -> torch.Tensor:
-        balance_K = absmax_K.clamp(min=_SMALLEST) ** alpha / weight_max_K ** (1 - alpha)
-        balance_K = balance_K / balance_K[alive].log().mean().exp()
-        return torch.where(alive, balance_K, torch.ones_like(balance_K))
+        q = min(max(2 * alpha / max(1 - alpha, 1e-9), _POWERS[0]), _POWERS[1])
+        sum_K = torch.zeros_like(log_max_K)
+        for log_BK in logs:
+            sum_K += ((log_BK - log_max_K) * q).exp_().sum(dim=0)
+        sum_K = _tie(sum_K, sample.architecture, group, torch.sum)
+        norm_K = log_max_K.exp() * sum_K ** (1 / q)
+        return _balance(norm_K, weight_norm_K, alpha)
 
     return balance
 
 
-def _tie(values_K: torch.Tensor, architecture: Architecture, group: LinearGroup) -> torch.Tensor:
-    """For o_proj's inputs: the largest value over the query heads that read the same value head."""
+def _balance(input_K: torch.Tensor, weight_K: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Input ** alpha / weight ** (1 - alpha), of geometric mean 1; 1 for dead channels."""
+    alive = (input_K > 0) & (weight_K > 0)
+    balance_K = torch.where(alive, input_K**alpha / weight_K ** (1 - alpha), 1)
+    balance_K = balance_K / balance_K[alive].log().mean().exp()
+    return torch.where(alive, balance_K.clamp(_SMALLEST, 1 / _SMALLEST), 1)
+
+
+def _tie(
+    values_K: torch.Tensor,
+    architecture: Architecture,
+    group: LinearGroup,
+    merge: Callable[..., torch.Tensor] = torch.amax,
+) -> torch.Tensor:
+    """For o_proj's inputs: the values of the query heads that read the same value head, merged."""
     if group.name != "o":
         return values_K
     heads = values_K.view(architecture.num_kv_heads, -1, architecture.head_dim)
-    return heads.amax(dim=1, keepdim=True).expand_as(heads).flatten()
+    return merge(heads, dim=1, keepdim=True).expand_as(heads).flatten()
 
 
 def _settle(
@@ -197,7 +229,7 @@ def _settle(
 
 def _measure(sample: LayerSample, group: LinearGroup) -> Callable[[torch.Tensor], float]:
     """The function from scales to the error of what the group feeds."""
-    x_TK = sample.inputs[group.name]
+    x_TK = sample.checked[group.name]
     weight_JK, bias_J = fused_weight(sample.layer, group), fused_bias(sample.layer, group)
     finish: Callable[[torch.Tensor], torch.Tensor] = _identity
     if group.name == "qkv":

@@ -5,13 +5,16 @@ make a lost one again from its lineage (conversion is deterministic). They are n
 process of a node reads the same shared memory.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import ray
+import torch
 from ray.exceptions import RayTaskError
 
+from quant.allocator import keep_freed_memory
 from quant.architecture import Architecture
 from quant.calibrate import Text
 from quant.checkpoint import Checkpoint
@@ -103,6 +106,17 @@ def _check_stores(needed: int) -> None:
 # never holds more than one layer beside what it is reading.
 @ray.remote(num_cpus=0.5, max_retries=3)
 def _convert_task(checkpoint: Checkpoint, config: QuantConfig, texts: Sequence[Text], recipe: str):  # type: ignore[no-untyped-def]
+    # Ray gives a task of half a core one thread; but until there are weights, the node has nothing
+    # else to do.
+    torch.set_num_threads(_num_cores())
+    keep_freed_memory()
     with prepared(checkpoint, config, texts, recipe) as source:
         yield from convert(source, config)
         yield report_of(source, config)
+
+
+def _num_cores() -> int:
+    """The cores of this node that Ray was told of, as far as they exist."""
+    here = ray.get_runtime_context().get_node_id()
+    told = [node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == here]
+    return max(1, min(int(told[0]), os.cpu_count() or 1))

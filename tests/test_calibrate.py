@@ -17,7 +17,7 @@ from quant.calibrate import (
     Treatment,
     embed,
     observe,
-    some_texts,
+    texts_to_check,
     treat,
 )
 from quant.checkpoint import Checkpoint, open_checkpoint
@@ -25,6 +25,7 @@ from quant.config import QuantConfig
 from quant.decoder import apply_float, forward_layer, read_layer
 from quant.fallback import choose_float_groups
 from quant.fidelity import Fidelity
+from quant.prepare import calibrate
 from quant.quantize import ROUND_TO_NEAREST
 from quant.simulate import Head, run_texts
 from tests.tiny import (
@@ -365,10 +366,10 @@ def reference_states(folder: Path, texts: Sequence[list[int]]) -> list[list[torc
 
 
 def test_errors_of_output_layers_are_measured_on_the_texts(llama: Path) -> None:
-    # Short enough that the search takes all of them.
     checkpoint = open_checkpoint(llama)
     texts = make_texts(checkpoint)
-    inputs, tensors = naive_inputs(llama, texts), load_file(llama / "model.safetensors")
+    checked = [texts[i] for i in texts_to_check(texts)]
+    inputs, tensors = naive_inputs(llama, checked), load_file(llama / "model.safetensors")
     for error in treat(checkpoint, texts, RTN).errors:
         if error.group not in ("o", "down"):
             continue
@@ -381,17 +382,43 @@ def test_errors_of_output_layers_are_measured_on_the_texts(llama: Path) -> None:
         assert error.output == pytest.approx(float(shares_T.mean()), rel=0.02)
 
 
-def test_evenly_spread_texts() -> None:
-    # Texts of 10 tokens on average: 2 of 8 for 20 tokens, all for 80 or more, one at the least.
-    lengths = [5, 15] * 4
-    numbers = range(8)
-    assert some_texts(numbers, lengths, 20) == [0, 4]
-    assert some_texts(numbers, lengths, 20, skip=1) == [1, 5]
-    assert some_texts(numbers, lengths, 40, skip=1) == [1, 3, 5, 7]
-    assert some_texts(numbers, lengths, 80) == list(range(8))
-    assert some_texts(numbers, lengths, 1) == [0]
-    assert some_texts([3], [100], 20, skip=1) == [3]
-    assert set(some_texts(numbers, lengths, 1000, skip=1)) == set(numbers)
+def test_texts_that_scales_are_chosen_by() -> None:
+    # A quarter of the texts, evenly spread, of not much more than 768 tokens; one at the least.
+    assert texts_to_check([[1] * 10] * 8) == [0, 4]
+    assert texts_to_check([[1] * 100] * 128) == [i * 16 for i in range(8)]
+    assert texts_to_check([[1] * 5000] * 9) == [0]
+    assert texts_to_check([[1] * 5000]) == [0]
+    assert len(texts_to_check([[1] * 64] * 128)) == 12
+
+
+def test_texts_that_scales_are_chosen_by_are_not_fitted_to(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(llama)
+    lengths = (9, 4, 7, 5, 6, 3, 8, 2)
+    samples = []
+
+    def searched(sample: Any, *_: Any) -> Any:
+        samples.append(sample)
+        return {}, dict.fromkeys(sample.fitted, 0.0)
+
+    monkeypatch.setattr("quant.calibrate.search_scales", searched)
+    for texts, checked, rest in (
+        (make_texts(checkpoint, lengths), (0, 4), (1, 2, 3, 5, 6, 7)),
+        (make_texts(checkpoint, lengths[:1]), (0,), (0,)),  # Of one text, both are done.
+    ):
+        inputs = naive_inputs(llama, texts)
+        starts = [0, *itertools.accumulate(map(len, texts))]
+        rows = {i: slice(starts[i], starts[i + 1]) for i in range(len(texts))}
+        samples.clear()
+        treat(checkpoint, texts, M2)
+        assert [sample.index for sample in samples] == [0, 1]
+        for sample, group in itertools.product(samples, GROUPS):
+            x_TK = inputs[sample.index, group]
+            for got, numbers in ((sample.checked, checked), (sample.fitted, rest)):
+                wanted = torch.cat([x_TK[rows[i]] for i in numbers])
+                torch.testing.assert_close(got[group], wanted, rtol=1e-3, atol=1e-4)
+            assert sample.lengths == [len(texts[i]) for i in checked]
 
 
 # --- The simulation ---
@@ -611,11 +638,15 @@ def coarse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+LONG_CHECKS = (60, 5, 5, 5, 70, 5, 5, 5, 50, 5, 5, 5)  # The long ones are measured on.
+
+
 def test_as_few_groups_as_reach_the_target(coarse: Path) -> None:
     checkpoint = open_checkpoint(coarse)
-    texts = make_texts(checkpoint, (60, 70, 50))
+    texts = make_texts(checkpoint, LONG_CHECKS)
+    assert texts_to_check(texts) == [0, 4, 8]
     treatment = invented(STREAMS)
-    agreements = naive_agreements(coarse, texts)
+    agreements = naive_agreements(coarse, [texts[i] for i in (0, 4, 8)])
     assert agreements[0] < 0.9
     assert agreements[-1] > agreements[0] + 0.05
     counts = set()
@@ -669,7 +700,7 @@ def test_a_target_out_of_reach_takes_all_that_is_allowed(
 
 def test_bytes_bound_what_a_target_takes(coarse: Path) -> None:
     checkpoint = open_checkpoint(coarse)
-    texts = make_texts(checkpoint, (60, 70, 50))
+    texts = make_texts(checkpoint, LONG_CHECKS)
     treatment = invented(STREAMS)
     easy = QuantConfig(recipe="rtn", target_agreement=0.01, max_float_bytes=20480)
     assert not choose_float_groups(checkpoint, easy, treatment, texts)[0].float_groups
@@ -692,9 +723,10 @@ def test_measured_errors_decide_which_groups_stay(coarse: Path) -> None:
 def test_texts_of_one_token_have_nothing_to_compare(llama: Path) -> None:
     checkpoint = open_checkpoint(llama)
     texts = make_texts(checkpoint, (1, 5, 1, 7))
-    config = QuantConfig(recipe="rtn")
-    _, fidelity = choose_float_groups(checkpoint, config, ROUND_TO_NEAREST, texts)
-    assert len(fidelity.agrees_T) == 4 + 6
+    config = QuantConfig(max_float_bytes=0)
+    _, fidelity = calibrate(checkpoint, config, texts)
+    assert fidelity is not None
+    assert len(fidelity.agrees_T) == 4
 
 
 @pytest.mark.parametrize(

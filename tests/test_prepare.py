@@ -407,7 +407,7 @@ def test_report_of_a_calibrated_checkpoint(folder: Path) -> None:
     assert all(0 < e["stream"] < e["output"] < 0.05 for e in report["relative_errors"])
     fidelity = report["fidelity_on_calibration_texts"]
     assert 0.5 < fidelity["top1_agreement"] <= 1
-    assert fidelity["num_tokens"] == 19 + 11 + 8
+    assert fidelity["num_tokens"] == 19  # Of the one that the scales were not fitted to.
 
 
 def test_report_of_rounding_to_nearest(folder: Path) -> None:
