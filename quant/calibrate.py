@@ -17,6 +17,7 @@ from quant.architecture import Architecture
 from quant.checkpoint import EMBEDDINGS, Checkpoint, LinearGroup, linear_groups
 from quant.config import QuantConfig
 from quant.decoder import Apply, LayerTensors, apply_float, forward_layer, read_layer
+from quant.int8 import activation_code
 from quant.smooth import LayerSample, Scales, search_scales
 
 Text = Sequence[int]
@@ -102,6 +103,10 @@ def treat(
             fitted={group: x_TK[fitted] for group, x_TK in view.inputs.items()},
             checked={group: x_TK[checked] for group, x_TK in view.inputs.items()},
             lengths=[len(texts[i]) for i in checking],
+            max_codes={
+                group: activation_code(config, group, x_TK.shape[1])
+                for group, x_TK in view.inputs.items()
+            },
         )
         scales, errors = search_scales(sample, config.recipe, config.alpha, checkpoint.dtype)
         all_scales.append(scales)

@@ -50,6 +50,11 @@ class QuantConfig(BaseModel):
         description="The language-model head under w8a8: int8 weights with 16-bit activations "
         "(exact integer sums), or bf16.",
     )
+    down_activations: Literal["int8", "int16"] = Field(
+        "int8",
+        description="Activations of down_proj under w8a8: int8, or int16 as the head has them. Closer to "
+        "the original; costs nothing on CPUs without VNNI.",
+    )
     embeddings: Literal["int8", "bf16"] = Field(
         "bf16", description="The token embeddings under w8a8: bf16, or int8 with a scale a row."
     )

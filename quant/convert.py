@@ -2,7 +2,8 @@
 
 A piece is a dict of arrays: piece 0 holds embeddings, head and final norm, piece i + 1 layer i. The
 projections that share an input are fused (q/k/v, gate/up), and the int8 weights of linears are packed
-(`quant.int8.pack`). numpy has no bfloat16, so a bfloat16 tensor travels as uint16; nothing else does.
+(`quant.int8.pack`), with `X.max_code` beside them where activations have more bits. numpy has no
+bfloat16, so a bfloat16 tensor travels as uint16; nothing else does.
 """
 
 import math
@@ -24,7 +25,7 @@ from quant.checkpoint import (
 from quant.config import Precision, QuantConfig
 from quant.decoder import LayerTensors, fused_bias, fused_scale, fused_weight
 from quant.errors import CheckpointError
-from quant.int8 import dequantize_rows, pack, quantize_rows
+from quant.int8 import MAX_CODE, activation_code, dequantize_rows, pack, quantize_rows
 from quant.quantize import ROUND_TO_NEAREST, layer_tensors
 
 Piece = dict[str, np.ndarray]
@@ -103,7 +104,7 @@ def _outer_piece(checkpoint: Checkpoint, config: QuantConfig) -> Piece:
     if not checkpoint.architecture.tied_head:
         _put_head(piece, checkpoint, config, int8=head_int8)
     elif head_int8:
-        _put_int8(piece, "head", *quantize_rows(embeddings))
+        _put_int8(piece, "head", *quantize_rows(embeddings), config)
     elif "embeddings.scale" in piece:
         piece["head.weight"] = _weight_array(embeddings, config)
     piece["final_norm"] = _float_array(checkpoint.read(FINAL_NORM), config)
@@ -121,7 +122,7 @@ def _put_head(piece: Piece, checkpoint: Checkpoint, config: QuantConfig, *, int8
         piece["head.weight"] = _weight_array(checkpoint.read(HEAD), config)
         return
     if int8:
-        _put_int8(piece, "head", codes, scale)
+        _put_int8(piece, "head", codes, scale, config)
     else:
         piece["head.weight"] = _weight_array(dequantize_rows(codes, scale), config)
 
@@ -136,7 +137,7 @@ def _layer_piece(layer: LayerTensors, architecture: Architecture, config: QuantC
     for group in linear_groups(architecture):
         weight, bias = fused_weight(layer, group), fused_bias(layer, group)
         if weight.dtype == torch.int8:
-            _put_int8(piece, group.name, weight, fused_scale(layer, group))
+            _put_int8(piece, group.name, weight, fused_scale(layer, group), config)
         else:
             piece[f"{group.name}.weight"] = _weight_array(weight, config)
         if bias is not None:
@@ -144,8 +145,13 @@ def _layer_piece(layer: LayerTensors, architecture: Architecture, config: QuantC
     return piece
 
 
-def _put_int8(piece: Piece, name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
+def _put_int8(
+    piece: Piece, name: str, codes: torch.Tensor, scale: torch.Tensor, config: QuantConfig
+) -> None:
     piece[f"{name}.weight"], piece[f"{name}.scale"] = pack(codes).numpy(), scale.numpy()
+    max_code = activation_code(config, name, codes.shape[1])
+    if max_code != MAX_CODE:
+        piece[f"{name}.max_code"] = np.array([max_code], dtype=np.int32)
 
 
 def _weight_array(weight: torch.Tensor, config: QuantConfig) -> np.ndarray:

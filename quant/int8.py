@@ -11,14 +11,16 @@ compensate for a zero point. The products are summed in int32, which is exact in
 token's result has the same bits alone and in company: the property that makes speculative
 verification reproduce plain decoding. An all-zero row or token gets the scale 1.
 
-The head may use more bits for its activations at no cost in bytes: `max_code` bounds the codes so
-that no int32 sum can overflow. (SmoothQuant, arXiv 2211.10438, describes the per-channel,
-per-token scheme.)
+The head, and down_proj if asked, use more bits for their activations at no cost in bytes: `max_code`
+bounds the codes so that no int32 sum can overflow. (SmoothQuant, arXiv 2211.10438, describes the
+per-channel, per-token scheme.)
 
 Legend: M tokens, N output channels, K input channels.
 """
 
 import torch
+
+from quant.config import QuantConfig
 
 MAX_CODE = 127
 PACK_N, PACK_K = 16, 4  # Outputs and inputs of a packed cell.
@@ -29,6 +31,12 @@ _INT32_MAX = 2**31 - 1
 def max_activation_code(num_inputs: int) -> int:
     """The largest activation code whose sums with int8 weights over K inputs fit an int32."""
     return min(2**15 - 1, _INT32_MAX // (128 * num_inputs))  # Other tools also use the code -128.
+
+
+def activation_code(config: QuantConfig, name: str, num_inputs: int) -> int:
+    """The largest activation code of an int8 linear ("head", or a group's name) with K inputs."""
+    is_wide = name == "head" or (name == "down" and config.down_activations == "int16")
+    return max_activation_code(num_inputs) if is_wide else MAX_CODE
 
 
 def quantize_rows(

@@ -26,7 +26,7 @@ from quant.decoder import (
     rms_norm,
 )
 from quant.fidelity import Fidelity, compare
-from quant.int8 import dequantize_rows, max_activation_code, quantize_rows, round_rows
+from quant.int8 import activation_code, dequantize_rows, quantize_rows, round_rows
 from quant.quantize import layer_tensors
 
 
@@ -62,18 +62,18 @@ def run_texts(
         x_TC = round_rows(x_TC) if config.embeddings == "int8" else x_TC.bfloat16().float()
     for index in range(architecture.num_layers):
         layer = layer_tensors(checkpoint, config, treatment, index)
-        apply = _apply(layer)
+        apply = _apply(layer, config)
         layer = {name: t.float() for name, t in layer.items() if t.dim() == 1}  # The norms.
         x_TC = forward_layer(layer, architecture, index, x_TC, lengths, apply)
     return rms_norm(x_TC, checkpoint.read(FINAL_NORM).float(), architecture.norm_eps)
 
 
-def _apply(layer: LayerTensors) -> Apply:
+def _apply(layer: LayerTensors, config: QuantConfig) -> Apply:
     def apply(group: LinearGroup, x_TK: torch.Tensor) -> torch.Tensor:
         weight_JK, bias_J = fused_weight(layer, group), fused_bias(layer, group)
         if weight_JK.dtype == torch.int8:
             weight_JK = dequantize_rows(weight_JK, fused_scale(layer, group))
-            x_TK = round_rows(x_TK)
+            x_TK = round_rows(x_TK, activation_code(config, group.name, x_TK.shape[1]))
         return F.linear(x_TK, weight_JK.float(), None if bias_J is None else bias_J.float())
 
     return apply
@@ -87,7 +87,7 @@ class Head:
         weight_VC = checkpoint.read(name)
         self._max_code: int | None = None
         if config.precision == "w8a8" and config.head == "int8":
-            self._max_code = max_activation_code(weight_VC.shape[1])
+            self._max_code = activation_code(config, "head", weight_VC.shape[1])
             weight_VC = dequantize_rows(*quantize_rows(weight_VC))
         self._weight_VC = weight_VC.float()
 

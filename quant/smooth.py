@@ -26,7 +26,7 @@ output; per token and relative, so that the few tokens with massive activations 
 Legend: T tokens, C model width, K inputs and J outputs of a group, H, G, D as in `quant.decoder`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +79,8 @@ class LayerSample:
     """What the search knows of a layer: its tensors, and its linears' inputs, by group.
 
     `absmax` holds max|x_j| [K] over all calibration texts, `fitted` the x [T, K] that scales are fitted
-    to, and `checked` those of the texts, of `lengths` tokens, that errors are measured on.
+    to, and `checked` those of the texts, of `lengths` tokens, that errors are measured on; activation
+    codes are at most `max_codes`.
     """
 
     layer: LayerTensors
@@ -89,6 +90,7 @@ class LayerSample:
     fitted: dict[str, torch.Tensor]
     checked: dict[str, torch.Tensor]
     lengths: Sequence[int]
+    max_codes: Mapping[str, int]
 
 
 def search_scales(
@@ -230,6 +232,7 @@ def _settle(
 def _measure(sample: LayerSample, group: LinearGroup) -> Callable[[torch.Tensor], float]:
     """The function from scales to the error of what the group feeds."""
     x_TK = sample.checked[group.name]
+    max_code = sample.max_codes[group.name]
     weight_JK, bias_J = fused_weight(sample.layer, group), fused_bias(sample.layer, group)
     finish: Callable[[torch.Tensor], torch.Tensor] = _identity
     if group.name == "qkv":
@@ -245,9 +248,8 @@ def _measure(sample: LayerSample, group: LinearGroup) -> Callable[[torch.Tensor]
     power_T = wanted_TJ.square().sum(dim=1).clamp(min=1e-20)
 
     def measure(scale_K: torch.Tensor) -> float:
-        got_TJ = finish(
-            F.linear(round_rows(x_TK / scale_K), round_rows(weight_JK * scale_K), bias_J)
-        )
+        rounded_TK = round_rows(x_TK / scale_K, max_code)
+        got_TJ = finish(F.linear(rounded_TK, round_rows(weight_JK * scale_K), bias_J))
         return float(((got_TJ - wanted_TJ).square().sum(dim=1) / power_T).mean())
 
     return measure

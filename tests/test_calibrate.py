@@ -432,11 +432,16 @@ def round_to_codes(x_MK: torch.Tensor, max_code: int = 127) -> torch.Tensor:
 
 
 def naive_quantized(
-    folder: Path, texts: Sequence[list[int]], float_groups: Keys = frozenset()
+    folder: Path,
+    texts: Sequence[list[int]],
+    float_groups: Keys = frozenset(),
+    *,
+    fine_down: bool = False,
 ) -> list[torch.Tensor]:
     """Logits of transformers' model with every linear and its input rounded."""
     model = load_reference(folder)
     head_code = min(2**15 - 1, (2**31 - 1) // (128 * model.config.hidden_size))
+    down_code = min(2**15 - 1, (2**31 - 1) // (128 * model.config.intermediate_size))
 
     def quantize(module: Any, max_code: int) -> None:
         module.weight = torch.nn.Parameter(round_to_codes(module.weight.data))
@@ -450,7 +455,7 @@ def naive_quantized(
                     if (index, group) in float_groups:
                         module.weight.copy_(module.weight.bfloat16().float())
                     else:
-                        quantize(module, 127)
+                        quantize(module, down_code if fine_down and group == "down" else 127)
         quantize(model.lm_head, head_code)
         model.model.embed_tokens.register_forward_hook(lambda *args: args[2].bfloat16().float())
         return [model(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
@@ -479,12 +484,14 @@ SIMULATED = {
 }
 
 
-@pytest.mark.parametrize("head", ["int8", "bf16"])
+@pytest.mark.parametrize(("head", "down"), [("int8", "int8"), ("bf16", "int8"), ("int8", "int16")])
 @pytest.mark.parametrize("family", SIMULATED)
-def test_the_simulation_computes_what_the_models_do(tmp_path: Path, family: str, head: str) -> None:
+def test_the_simulation_computes_what_the_models_do(
+    tmp_path: Path, family: str, head: Any, down: Any
+) -> None:
     folder = to_bfloat16(make_checkpoint(tmp_path, family, std=0.15, **SIMULATED[family]))
     texts = make_texts(open_checkpoint(folder), (21, 1, 12))
-    config = QuantConfig(recipe="rtn", head=head)
+    config = QuantConfig(recipe="rtn", head=head, down_activations=down)
     ours = simulated(folder, config, ROUND_TO_NEAREST, texts)
     originals = reference_logits(folder, texts)
     # The CPU's cache rounds keys and values to bfloat16, 2 ** -9 of a value, three layers deep.
@@ -493,7 +500,7 @@ def test_the_simulation_computes_what_the_models_do(tmp_path: Path, family: str,
         (CpuBackend(), 0.06),
     )
     for backend, limit in backends:
-        model = load_model(folder, backend, recipe="rtn", head=head)
+        model = load_model(folder, backend, recipe="rtn", head=head, down_activations=down)
         for text, got, original in zip(texts, ours, originals, strict=True):
             theirs = prefill(model, text)
             assert relative_error(got, theirs) < limit
@@ -516,6 +523,24 @@ def test_the_simulation_is_transformers_with_rounded_linears(
         assert relative_error(got, expected) < 1e-2
         if kept:
             assert relative_error(other, expected) > 1e-2
+
+
+def test_down_proj_with_finer_activations(folder: Path) -> None:
+    texts = make_texts(open_checkpoint(folder), (14, 5))
+    fine = QuantConfig(recipe="rtn", down_activations="int16")
+    ours = simulated(folder, fine, ROUND_TO_NEAREST, texts)
+    wanted = naive_quantized(folder, texts, fine_down=True)
+    plain = simulated(folder, RTN, ROUND_TO_NEAREST, texts)
+    for got, expected, other in zip(ours, wanted, plain, strict=True):
+        assert relative_error(got, expected) < 0.3 * relative_error(other, expected)
+    # And the search counts its error with the finer codes.
+    errors = {}
+    for config in (RTN, fine):
+        treatment = treat(open_checkpoint(folder), make_texts(open_checkpoint(folder)), config)
+        errors[config.down_activations] = {(e.layer, e.group): e.output for e in treatment.errors}
+    for (layer, group), error in errors["int16"].items():
+        coarse = errors["int8"][layer, group]
+        assert error < 0.8 * coarse if group == "down" else error == coarse
 
 
 def test_float_linears_alone_cost_little(llama: Path) -> None:

@@ -394,6 +394,7 @@ def test_report_of_a_calibrated_checkpoint(folder: Path) -> None:
         "target_agreement": None,
         "max_float_bytes": 8192,
         "head": "bf16",
+        "down_activations": "int8",
         "embeddings": "bf16",
     }
     assert report["calibration"] == {"num_texts": 3, "num_tokens": 20 + 12 + 9}

@@ -270,7 +270,7 @@ def make_sample(
     few = sum(LENGTHS)
     absmax = {group: x_TK.abs().amax(dim=0) for group, x_TK in inputs.items()}
     measured = {group: x_TK[:few] for group, x_TK in inputs.items()}
-    return LayerSample(layer, a, 0, absmax, inputs, measured, LENGTHS)
+    return LayerSample(layer, a, 0, absmax, inputs, measured, LENGTHS, dict.fromkeys(GROUPS, 127))
 
 
 def naive_rows(x_MK: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from quant.architecture import Architecture
 from quant.config import Precision
 from quant.convert import Piece, to_torch
 from quant.decoder import rotary_table
-from quant.int8 import MAX_CODE, dequantize_rows, max_activation_code
+from quant.int8 import MAX_CODE, dequantize_rows
 from workers.backend import (
     Attention,
     Backend,
@@ -63,8 +63,7 @@ class TargetModel:
         self._embedding_scale = _optional(outer, "embeddings.scale", backend)
         self._final_norm = _tensor(outer, "final_norm", backend)
         head = "head" if "head.weight" in outer else "embeddings"
-        head_code = max_activation_code(architecture.hidden_size)
-        self._head = _linear(outer, head, backend, head_code)
+        self._head = _linear(outer, head, backend)
         # Computed once, so that every pass reads the same bits.
         cos, sin = (
             table.to(backend.device, backend.dtype) for table in rotary_table(architecture, max_len)
@@ -145,12 +144,13 @@ def _optional(piece: Piece, name: str, backend: Backend) -> torch.Tensor | None:
     return _tensor(piece, name, backend) if name in piece else None
 
 
-def _linear(piece: Piece, name: str, backend: Backend, max_code: int = MAX_CODE) -> Linear:
+def _linear(piece: Piece, name: str, backend: Backend) -> Linear:
+    max_code = piece.get(f"{name}.max_code")
     return backend.linear(
         LinearWeights(
             weight=_tensor(piece, f"{name}.weight", backend),
             scale_N=_optional(piece, f"{name}.scale", backend),
             bias_N=_optional(piece, f"{name}.bias", backend),
-            max_code=max_code,
+            max_code=MAX_CODE if max_code is None else int(max_code[0]),
         )
     )
