@@ -14,7 +14,6 @@ from pipeline.config import QuantizeConfig
 from pipeline.errors import InputError
 from pipeline.sources import check_source
 from pipeline.storage import is_writable
-from quant.allocator import keep_freed_memory
 from quant.checkpoint import open_checkpoint
 from quant.compressed import read_report
 from quant.errors import CheckpointError
@@ -32,7 +31,6 @@ def quantize(arguments: Sequence[str]) -> int:
     tokenizer = load_tokenizer(folder)
     prompts = [prompt for uri in config.evaluate for prompt in read_prompts(uri, config, tokenizer)]
     started = time.monotonic()
-    keep_freed_memory()
     _convert(config, folder, tokenizer, output)
     print(format_report(output, time.monotonic() - started))
     if prompts:

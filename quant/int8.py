@@ -26,6 +26,7 @@ MAX_CODE = 127
 PACK_N, PACK_K = 16, 4  # Outputs and inputs of a packed cell.
 PACK_STEP = 2 * PACK_K  # Inputs are padded to a multiple: kernels take two cells at a time.
 _INT32_MAX = 2**31 - 1
+_BLOCK = 16384  # Rows quantized at once.
 
 
 def max_activation_code(num_inputs: int) -> int:
@@ -51,6 +52,11 @@ def quantize_rows(
     Returns:
         Codes [M, K] (int8 or int16) and scales [M] (float32).
     """
+    if len(x_MK) > _BLOCK:  # A head has a hundred thousand rows, and five copies of it in float32.
+        codes, scales = zip(
+            *(quantize_rows(part, max_code) for part in x_MK.split(_BLOCK)), strict=True
+        )
+        return torch.cat(codes), torch.cat(scales)
     x_MK = x_MK.float()
     largest_M = x_MK.abs().amax(dim=1)
     scale_M = torch.where(largest_M > 0, largest_M / max_code, torch.ones_like(largest_M))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from quant.allocator import keeping_freed_memory
 from quant.cache import cache_folder
 from quant.calibrate import Text, Treatment, treat
 from quant.checkpoint import Checkpoint, open_checkpoint
@@ -135,7 +136,7 @@ def calibrate(
     texts = [text for text in texts if len(text) > 1]
     if not texts:
         raise CheckpointError("no calibration text has more than one token")
-    with torch.no_grad():
+    with torch.no_grad(), keeping_freed_memory():
         treatment = treat(checkpoint, texts, config)
         return choose_float_groups(checkpoint, config, treatment, texts)
 

@@ -29,6 +29,8 @@ from quant.fidelity import Fidelity, compare
 from quant.int8 import activation_code, dequantize_rows, quantize_rows, round_rows
 from quant.quantize import layer_tensors
 
+_BLOCK = 16384  # Rows of the head at work at once.
+
 
 def measure(
     checkpoint: Checkpoint,
@@ -86,12 +88,21 @@ class Head:
         name = EMBEDDINGS if checkpoint.architecture.tied_head else HEAD
         weight_VC = checkpoint.read(name)
         self._max_code: int | None = None
+        self._scale_V: torch.Tensor | None = None
         if config.precision == "w8a8" and config.head == "int8":
             self._max_code = activation_code(config, "head", weight_VC.shape[1])
-            weight_VC = dequantize_rows(*quantize_rows(weight_VC))
-        self._weight_VC = weight_VC.float()
+            weight_VC, self._scale_V = quantize_rows(weight_VC)
+        self._weight_VC = weight_VC
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         """Logits [T, V]."""
         x_TC = x_TC if self._max_code is None else round_rows(x_TC, self._max_code)
-        return F.linear(x_TC, self._weight_VC)
+        rows = torch.arange(len(self._weight_VC)).split(_BLOCK)
+        return torch.cat([F.linear(x_TC, self._block(part)) for part in rows], dim=1)
+
+    def _block(self, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of the weights in float32; all of them would be the largest tensor there is."""
+        weight_VC = self._weight_VC[rows]
+        if self._scale_V is None:
+            return weight_VC.float()
+        return dequantize_rows(weight_VC, self._scale_V[rows])

@@ -14,7 +14,6 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from quant.allocator import keep_freed_memory
 from quant.architecture import Architecture
 from quant.calibrate import Text
 from quant.checkpoint import Checkpoint
@@ -109,7 +108,6 @@ def _convert_task(checkpoint: Checkpoint, config: QuantConfig, texts: Sequence[T
     # Ray gives a task of half a core one thread; but until there are weights, the node has nothing
     # else to do.
     torch.set_num_threads(_num_cores())
-    keep_freed_memory()
     with prepared(checkpoint, config, texts, recipe) as source:
         yield from convert(source, config)
         yield report_of(source, config)

@@ -267,3 +267,14 @@ def test_both_backends_give_the_same_bits(num_rows: int, num_outputs: int, num_i
             assert torch.equal(ours, reference)
             expected_row = torch.zeros(num_outputs) if bias is None else bias
             assert torch.equal(ours[0], expected_row)
+
+
+@pytest.mark.parametrize("max_code", [127, 1872])
+def test_rows_in_blocks_are_rows(max_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x_MK = torch.randn(11, 40, generator=torch.Generator().manual_seed(1))
+    x_MK[4] = 0
+    whole = quantize_rows(x_MK, max_code)
+    monkeypatch.setattr("quant.int8._BLOCK", 4)
+    blocks = quantize_rows(x_MK, max_code)
+    assert all(torch.equal(*pair) for pair in zip(whole, blocks, strict=True))
+    assert blocks[0].dtype == whole[0].dtype

@@ -1,5 +1,6 @@
 """Where a node's workers find the weights: its object store, or files of its own."""
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from quant.config import QuantConfig
 from quant.convert import Piece, convert, num_bytes
 from quant.errors import CheckpointError
 from quant.node_copy import node_copy
-from quant.store import convert_to_store
+from quant.store import _num_cores, convert_to_store
 
 CONFIG = QuantConfig(recipe="rtn")
 
@@ -142,3 +143,15 @@ def test_both_placements_hold_the_same(
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [in_file.digest[:32]]
     assert in_store.wait()["recipe"]["recipe"] == "rtn"
     assert ray.get(in_file.report) == in_store.wait()
+
+
+@pytest.mark.ray
+def test_the_conversion_has_the_cores_that_ray_was_told_of(ray_session: None) -> None:
+    @ray.remote(num_cpus=0.5)
+    def count() -> tuple[int, str]:
+        return _num_cores(), os.environ["OMP_NUM_THREADS"]
+
+    told = int(ray.cluster_resources()["CPU"])
+    assert told > 1
+    # Ray's own choice for such a task is one.
+    assert ray.get(count.remote()) == (min(told, os.cpu_count() or 1), "1")
