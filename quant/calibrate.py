@@ -1,8 +1,9 @@
 """What calibration texts say about a checkpoint: its activations' maxima, and from them its treatment.
 
-All texts run through the layers one at a time, so that no more than one layer is in memory. Statistics
-are maxima, so that those of several shards of texts add up to the numbers of all (`observe`, and `treat`
-with what others have seen).
+All texts run through the layers one at a time, so that no more than one layer is in memory.
+SmoothQuant's statistics are maxima, so that those of several shards of texts add up to the numbers of
+all (`observe`, and `treat` with what others have seen); m2 and every error look at the inputs of the
+texts at hand.
 
 Texts are lists of token ids and are run one by one, so that padding cannot enter the statistics.
 """
@@ -86,7 +87,7 @@ def treat(
         checkpoint: the original, in floating point.
         texts: to calibrate on.
         config: the recipe.
-        seen: what `observe` found in other texts.
+        seen: what `observe` found in other texts; of use to "smoothquant" alone.
     """
     checking = texts_to_check(texts)
     fitting = [i for i in range(len(texts)) if i not in checking] or checking
