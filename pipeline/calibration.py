@@ -18,7 +18,8 @@ def read_calibration(config: QuantConfig, tokenizer: Any) -> list[list[int]]:
     """The token ids of the texts that `config` calibrates on; none if its recipe needs none.
 
     Raises:
-        InputError: the file cannot be read, a row of it is unusable, or it has fewer rows than asked for.
+        InputError: the file cannot be read, a row of it is unusable, it has fewer rows than asked for, or
+            all of them are the same.
     """
     if not config.needs_calibration:
         return []
@@ -30,6 +31,11 @@ def read_calibration(config: QuantConfig, tokenizer: Any) -> list[list[int]]:
         raise InputError(
             f"{uri}: holds {len(texts)} calibration texts, and {count} are asked for "
             "(num_calibration_samples)"
+        )
+    if len(texts) > 1 and all(text == texts[0] for text in texts):
+        raise InputError(
+            f"{uri}: the first {config.max_calibration_tokens} tokens of all texts are the same; a long "
+            "system prompt? Set max_calibration_tokens higher"
         )
     if not any(len(text) > 1 for text in texts):
         raise InputError(f"{uri}: no calibration text has more than one token")

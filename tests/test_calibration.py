@@ -182,6 +182,19 @@ def test_too_few_rows(tokenizer: Any, tmp_path: Path) -> None:
     assert "num_calibration_samples" in message
 
 
+def test_texts_that_are_all_system_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    """Nothing but the instructions that all rows share would be left of them."""
+    system = {"role": "system", "content": "Answer in verse. " * 8}
+    rows = [{"messages": [system, {"role": "user", "content": c}]} for c in ("why?", "how?")]
+    uri = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(InputError) as caught:
+        read(uri, tokenizer, 2, 64)
+    assert str(caught.value).startswith(f"{uri}: the first 64 tokens of all texts are the same")
+    assert "max_calibration_tokens" in str(caught.value)
+    assert len(read(uri, tokenizer, 2, 256)) == 2
+    assert len(read(uri, tokenizer, 1, 64)) == 1
+
+
 def test_the_shipped_set_has_its_end(tokenizer: Any) -> None:
     with pytest.raises(InputError) as caught:
         read_calibration(QuantConfig(num_calibration_samples=129), tokenizer)
