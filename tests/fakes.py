@@ -15,7 +15,7 @@ from hypothesis import settings
 from quant.architecture import Architecture
 from quant.config import Precision
 from quant.convert import Piece
-from quant.int8 import pack, quantize_rows
+from quant.int8 import max_activation_code, pack, quantize_rows
 from workers.backend import StepBatch
 from workers.config import SamplingParams
 from workers.engine import Engine, EngineLimits
@@ -254,20 +254,29 @@ def make_model(precision: Precision, seed: int = _SEED) -> TargetModel:
 
 
 def make_pieces(precision: Precision, seed: int = _SEED) -> list[Piece]:
-    """Random weights as `quant.convert` lays them out: float64, or w8a8 or bf16 with bf16 embeddings."""
+    """Random weights as `quant.convert` lays them out: float64, or w8a8 or bf16 with bf16 embeddings.
+
+    w8a8 is as mixed as it may be: a linear left in bf16, and one with finer activations, as the head's.
+    """
     rng = np.random.default_rng(seed)
     a = TINY
 
-    def linear(name: str, num_outputs: int, num_inputs: int, gain: float = 1.0) -> Piece:
+    def linear(
+        name: str, num_outputs: int, num_inputs: int, gain: float = 1.0, kind: str = "int8"
+    ) -> Piece:
         weight = rng.normal(0, gain / num_inputs**0.5, (num_outputs, num_inputs))
         if precision == "float64":
             return {f"{name}.weight": weight}
-        if precision == "bf16":
+        if precision == "bf16" or kind == "bf16":
             return {
                 f"{name}.weight": torch.from_numpy(weight).bfloat16().view(torch.uint16).numpy()
             }
         codes, scale = quantize_rows(torch.from_numpy(weight))
-        return {f"{name}.weight": pack(codes).numpy(), f"{name}.scale": scale.numpy()}
+        piece = {f"{name}.weight": pack(codes).numpy(), f"{name}.scale": scale.numpy()}
+        if kind == "fine":
+            code = max_activation_code(num_inputs)
+            piece[f"{name}.max_code"] = np.array([code], dtype=np.int32)
+        return piece
 
     def vector(size: int, mean: float) -> np.ndarray:
         values = rng.normal(mean, 0.1, size)
@@ -278,15 +287,15 @@ def make_pieces(precision: Precision, seed: int = _SEED) -> list[Piece]:
         embeddings = embeddings.bfloat16().view(torch.uint16)
     outer = {"embeddings.weight": embeddings.numpy(), "final_norm": vector(a.hidden_size, 1)}
     # A sharp head and weak layers: answers fall into loops, sampled ones too, so n-grams are right.
-    outer |= linear("head", a.vocab_size, a.hidden_size, gain=4)
+    outer |= linear("head", a.vocab_size, a.hidden_size, gain=4, kind="fine")
     layers = [
         {"input_norm": vector(a.hidden_size, 1), "post_norm": vector(a.hidden_size, 1)}
         | linear("qkv", a.qkv_size, a.hidden_size)
         | {"qkv.bias": vector(a.qkv_size, 0)}
-        | linear("o", a.hidden_size, a.num_heads * a.head_dim, gain=0.5)
+        | linear("o", a.hidden_size, a.num_heads * a.head_dim, gain=0.5, kind=o)
         | linear("gate_up", 2 * a.intermediate_size, a.hidden_size)
-        | linear("down", a.hidden_size, a.intermediate_size, gain=0.5)
-        for _ in range(a.num_layers)
+        | linear("down", a.hidden_size, a.intermediate_size, gain=0.5, kind=down)
+        for o, down in (("bf16", "int8"), ("int8", "fine"))
     ]
     return [outer, *layers]
 

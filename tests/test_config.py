@@ -93,6 +93,7 @@ _OTHER = {
     "quant.target_agreement": 0.9,
     "quant.max_float_bytes": 1000,
     "quant.head": "bf16",
+    "quant.down_activations": "int16",
     "quant.embeddings": "int8",
     "data.limit": 10,
     "data.rows_per_shard": 32,
