@@ -97,10 +97,11 @@ class Head:
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         """Logits [T, V]."""
         x_TC = x_TC if self._max_code is None else round_rows(x_TC, self._max_code)
-        rows = torch.arange(len(self._weight_VC)).split(_BLOCK)
-        return torch.cat([F.linear(x_TC, self._block(part)) for part in rows], dim=1)
+        starts = range(0, len(self._weight_VC), _BLOCK)
+        blocks = (self._block(slice(start, start + _BLOCK)) for start in starts)
+        return torch.cat([F.linear(x_TC, block_VC) for block_VC in blocks], dim=1)
 
-    def _block(self, rows: torch.Tensor) -> torch.Tensor:
+    def _block(self, rows: slice) -> torch.Tensor:
         """Some rows of the weights in float32; all of them would be the largest tensor there is."""
         weight_VC = self._weight_VC[rows]
         if self._scale_V is None:

@@ -544,8 +544,9 @@ def test_channels_that_rarely_fire_are_smoothed_for_texts_to_come(biased: Checkp
         checked=sample.checked | {"down": parts["checked"]},
     )
     errors = {}
-    for recipe in ("rtn", "smoothquant", "m2"):
-        scales, _ = search_scales(sample, recipe, None, torch.float32)  # type: ignore[arg-type]
+    recipes: tuple[Recipe, ...] = ("rtn", "smoothquant", "m2")
+    for recipe in recipes:
+        scales, _ = search_scales(sample, recipe, None, torch.float32)
         scale_K = scales.get("down", torch.ones(a.intermediate_size))
         errors[recipe] = measured_error(unseen_TK, layer["mlp.down_proj.weight"], scale_K)
     assert errors["m2"] < 0.95 * errors["smoothquant"] < 0.95 * errors["rtn"]
