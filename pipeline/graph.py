@@ -30,7 +30,7 @@ from pipeline.plan import Plan, Shard, assemble, group_sources, read_shard, writ
 from pipeline.requests import build_requests
 from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json
 from quant.store import WeightsRef
-from workers.actor import Worker, WorkerSettings, build_engine, worker_environment
+from workers.actor import Worker, WorkerSettings, start_engine, worker_environment
 from workers.config import SamplingParams
 from workers.stats import AcceptanceStats
 
@@ -119,7 +119,7 @@ class _ShardActor:
 
     def __init__(self, weights: list[WeightsRef], settings: GenerateSettings) -> None:
         self._settings = settings
-        self._worker = Worker(lambda: build_engine(weights[0], settings.worker))
+        self._worker = Worker(lambda: start_engine(weights[0], settings.worker))
         self._schema = output_schema(schema_from_json(settings.carried))
         self._turn = asyncio.Lock()
 

@@ -17,10 +17,11 @@ from quant.config import Precision
 from quant.convert import Piece
 from quant.int8 import max_activation_code, pack, quantize_rows
 from workers.backend import StepBatch
+from workers.budget import DraftBudget
 from workers.config import SamplingParams
 from workers.engine import Engine, EngineLimits
 from workers.model import TargetModel, build_backend
-from workers.proposer import Draft, NoProposer, ProposerFactory
+from workers.proposer import Confidence, Draft, NoProposer, ProposerFactory
 from workers.request import Completion, Request
 
 # The same examples in every run, and no folder left behind.
@@ -154,7 +155,8 @@ class ScriptedProposer:
         self._num_drafts += 1
         ahead = [*self._answer[self._num_generated :], *[0] * length][:length]
         return Draft(
-            tuple(t if j < right else (t + 1) % self._vocab_size for j, t in enumerate(ahead))
+            tuple(t if j < right else (t + 1) % self._vocab_size for j, t in enumerate(ahead)),
+            tuple(Confidence(1 + j) for j in range(length)),
         )
 
 
@@ -193,10 +195,11 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 64,
     num_spec_tokens: int = 0,
+    budget: DraftBudget | None = None,
 ) -> Engine:
     """An engine with small limits."""
     limits = EngineLimits(max_num_seqs, max_num_batched_tokens, max_model_len, num_spec_tokens)
-    return Engine(model, limits, proposer_factory, ByteDetokenizer())
+    return Engine(model, limits, proposer_factory, ByteDetokenizer(), budget)
 
 
 def run_script(

@@ -82,6 +82,8 @@ _OTHER = {
     "engine.max_model_len": 128,
     "engine.proposer": "none",
     "engine.num_speculative_tokens": 2,
+    "engine.draft_lengths": "fixed",
+    "engine.suffix_pool_tokens": 0,
     "engine.prompt_lookup_max": 4,
     "engine.prompt_lookup_min": 2,
     "quant.precision": "float64",
@@ -302,6 +304,7 @@ def test_identity_leaves_out_what_changes_only_the_time() -> None:
     timing = {
         *("engine.max_num_seqs", "engine.max_num_batched_tokens", "engine.proposer"),
         *("engine.num_speculative_tokens", "engine.prompt_lookup_max"),
+        *("engine.draft_lengths", "engine.suffix_pool_tokens"),
         *("engine.prompt_lookup_min", "cluster.num_workers"),
         *("cluster.num_cpus_per_worker", "cluster.shards_per_worker", "cluster.weights", "output"),
     }

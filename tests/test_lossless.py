@@ -20,10 +20,13 @@ from tests.fakes import (
     one_thread,  # noqa: F401
 )
 from tests.reference import Answer, reference_answer
+from workers.budget import DraftBudget
+from workers.build import build_proposer
 from workers.config import EngineConfig, ProposerName, SamplingParams
-from workers.proposer import NoProposer, Proposer, ProposerFactory, build_proposer
+from workers.proposer import NoProposer, Proposer, ProposerFactory
 from workers.request import Completion, Request
 from workers.stats import AcceptanceStats
+from workers.step_times import StepTimes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,8 +40,20 @@ SCRIPTS: dict[str, tuple[int, ...]] = {
     "right-all": (99,),
     "ragged": (3, 0, 7, 1),
 }
-CONFIGURED: tuple[ProposerName, ...] = ("none", "ngram")
-PROPOSERS = (*CONFIGURED, *SCRIPTS, "some-rows-draft")
+CONFIGURED: tuple[ProposerName, ...] = ("none", "ngram", "suffix")
+# Configurations of a proposer, by what is not its default.
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"proposer": name} for name in CONFIGURED},
+    "suffix-alone": {"proposer": "suffix", "suffix_pool_tokens": 0},
+    "suffix-small-pool": {"proposer": "suffix", "suffix_pool_tokens": 40},
+}
+PROPOSERS = (*VARIANTS, *SCRIPTS, "some-rows-draft")
+# Prices under which a budget takes some of what is drafted, and leaves some.
+BUDGETS = {
+    "in-full": None,
+    "budget-flat": StepTimes((1, 64), (1.0, 1.4)),
+    "budget-steep": StepTimes((1, 2, 4, 8, 64), (1.0, 1.02, 1.3, 3.0, 24.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -73,8 +88,8 @@ def requests(sampling: str) -> list[Request]:
 
 def factory(name: str, tokens: dict[str, Sequence[int]]) -> ProposerFactory:
     """The proposers called `name`; scripted ones are told the answers."""
-    if name in CONFIGURED:
-        return build_proposer(EngineConfig.model_validate({"proposer": name}))
+    if name in VARIANTS:
+        return build_proposer(EngineConfig.model_validate(VARIANTS[name]))
 
     def scripted(request: Request) -> Proposer:
         rights = (99,) if name == "some-rows-draft" else SCRIPTS[name]
@@ -86,7 +101,12 @@ def factory(name: str, tokens: dict[str, Sequence[int]]) -> ProposerFactory:
 
 
 def generate(
-    precision: Precision, mix: Mix, num_spec: int, proposers: ProposerFactory, wanted: list[Request]
+    precision: Precision,
+    mix: Mix,
+    num_spec: int,
+    proposers: ProposerFactory,
+    wanted: list[Request],
+    times: StepTimes | None = None,
 ) -> dict[str, Completion]:
     batches = [[request] for request in wanted] if mix.alone else [wanted]
     completions = []
@@ -98,6 +118,7 @@ def generate(
             mix.max_num_batched_tokens,
             mix.max_model_len,
             num_spec,
+            times and DraftBudget(times),
         )
         completions += list(engine.generate(batch))
     assert len(completions) == len(wanted)
@@ -114,7 +135,7 @@ def total(completions: dict[str, Completion]) -> AcceptanceStats:
 @pytest.mark.parametrize(
     ("proposer", "num_spec"),
     # Nobody is asked for a draft of 0 tokens: one scripted proposer stands for all.
-    [(p, n) for p in PROPOSERS for n in NUM_SPEC_TOKENS if n or p in (*CONFIGURED, "ragged")],
+    [(p, n) for p in PROPOSERS for n in NUM_SPEC_TOKENS if n or p in ("none", "ngram", "ragged")],
 )
 def test_matrix(
     proposer: str, num_spec: int, precision: Precision, mix: str, sampling: str
@@ -132,6 +153,27 @@ def test_matrix(
     check_that_drafts_were_tested(proposer, num_spec, total(completions))
 
 
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("prices", [name for name, times in BUDGETS.items() if times])
+@pytest.mark.parametrize("proposer", ["ngram", "suffix", "ragged", "right-0", "some-rows-draft"])
+def test_matrix_with_a_budget(
+    proposer: str, prices: str, precision: Precision, mix: str, sampling: str
+) -> None:
+    expected = answers(precision, sampling, MIXES[mix].max_model_len)
+    tokens = {name: answer.token_ids for name, answer in expected.items()}
+    proposers, wanted = factory(proposer, tokens), requests(sampling)
+    completions = generate(precision, MIXES[mix], 7, proposers, wanted, BUDGETS[prices])
+    assert {name: c.token_ids for name, c in completions.items()} == tokens
+    stats = total(completions)
+    assert stats.num_draft_tokens > 0
+    in_full = total(generate(precision, MIXES[mix], 7, factory(proposer, tokens), wanted))
+    assert stats.num_draft_tokens <= in_full.num_draft_tokens
+    if prices == "budget-steep":
+        assert stats.num_draft_tokens < in_full.num_draft_tokens
+
+
 def check_that_drafts_were_tested(proposer: str, num_spec: int, stats: AcceptanceStats) -> None:
     """The matrix is worth something only where drafts are accepted, and where they are rejected."""
     if proposer == "none" or num_spec == 0:
@@ -140,7 +182,9 @@ def check_that_drafts_were_tested(proposer: str, num_spec: int, stats: Acceptanc
     assert stats.num_draft_tokens > 0
     rejected = stats.num_draft_tokens - stats.num_accepted_draft_tokens
     assert (stats.num_accepted_draft_tokens > 0) == (proposer != "right-0")
-    if proposer in ("ngram", "right-0", "ragged") or (proposer == "right-2" and num_spec > 2):
+    if proposer in ("ngram", "suffix", "right-0", "ragged") or (
+        proposer == "right-2" and num_spec > 2
+    ):
         assert rejected > 0
 
 
@@ -180,11 +224,12 @@ def test_every_proposer_and_script_is_in_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("num_spec", [1, 7])
+@pytest.mark.parametrize("proposer", ["ngram", "suffix"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_one_word_48_times(precision: Precision, num_spec: int) -> None:
+def test_one_word_48_times(precision: Precision, proposer: str, num_spec: int) -> None:
     request = Request("r", (7,) * 48, SamplingParams(max_tokens=24, ignore_eos=True), seed=0)
     expected = reference_answer(make_model(precision), request, 100)
-    proposers = build_proposer(EngineConfig(proposer="ngram"))
+    proposers = factory(proposer, {})
     completion = generate(precision, Mix(max_model_len=100), num_spec, proposers, [request])["r"]
     assert completion.token_ids == expected.token_ids
     assert completion.stats.num_draft_tokens > 0
@@ -229,12 +274,12 @@ def check_against_reference(precision: Precision, wanted: list[Request]) -> list
     """Compare full batches, some rows admitted late, with naive decoding, for several proposers."""
     expected = {r.id: reference_answer(make_model(precision), r, 48) for r in wanted}
     tokens = {name: answer.token_ids for name, answer in expected.items()}
-    for proposer in ("none", "ngram", "right-all", "ragged", "some-rows-draft"):
+    for proposer in ("none", "ngram", "suffix", "right-all", "ragged", "some-rows-draft"):
         proposers = factory(proposer, tokens)
         completions = generate(precision, Mix(max_num_seqs=4), 5, proposers, wanted)
         for name, answer in expected.items():
             check_completion(completions[name], answer)
-        if proposer not in CONFIGURED:
+        if proposer not in VARIANTS:
             assert total(completions).num_accepted_draft_tokens > 0
     return list(expected.values())
 

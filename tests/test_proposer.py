@@ -3,8 +3,10 @@
 import pytest
 
 from tests.fakes import FakeTarget, make_engine, scripted_logits
+from workers.build import build_proposer
 from workers.config import EngineConfig, SamplingParams
-from workers.proposer import Draft, NgramProposer, NoProposer, build_proposer
+from workers.ngram import NgramProposer
+from workers.proposer import Confidence, Draft, NoProposer
 from workers.request import Request
 from workers.stats import AcceptanceStats
 
@@ -114,7 +116,7 @@ def test_build_proposer() -> None:
     config = EngineConfig(proposer="ngram", prompt_lookup_min=2, prompt_lookup_max=2)
     first, second = (build_proposer(config)(request) for _ in range(2))
     first.extend([1, 2, 3, 1, 2])
-    assert first.propose(1) == Draft((3,))
+    assert first.propose(1) == Draft((3,), (Confidence(2),))
     second.extend([1, 2])  # Rows share nothing.
     assert second.propose(1) == Draft()
     second.extend([3, 2])  # A single token is below prompt_lookup_min.

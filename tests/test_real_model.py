@@ -14,10 +14,10 @@ from pipeline.sources import RawRow
 from quant.checkpoint import open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import convert
+from workers.build import build_proposer
 from workers.config import EngineConfig, SamplingParams
 from workers.engine import Engine, EngineLimits
 from workers.model import TargetModel, build_backend
-from workers.proposer import build_proposer
 from workers.request import Completion, Request
 from workers.stats import AcceptanceStats
 from workers.stopping import TokenizerText

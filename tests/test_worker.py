@@ -1,7 +1,7 @@
 """One engine, many callers: everybody gets their own completions, and everybody hears of a failure."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import pytest
@@ -9,8 +9,8 @@ import pytest
 import workers.actor
 from tests.fakes import make_engine, make_model, make_requests
 from workers.actor import Worker, worker_environment
+from workers.build import build_proposer
 from workers.config import EngineConfig, SamplingParams
-from workers.proposer import build_proposer
 from workers.request import Completion, Request
 
 TIMEOUT = 30
@@ -38,8 +38,8 @@ class EchoEngine:
     def has_work(self) -> bool:
         return bool(self.waiting)
 
-    def add(self, request: Request) -> None:
-        self.waiting.append(request)
+    def add(self, requests: Iterable[Request]) -> None:
+        self.waiting += requests
 
     def step(self) -> list[Completion]:
         self.num_steps += 1

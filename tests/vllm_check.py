@@ -75,13 +75,11 @@ def compare(folder: Path, prompts: list[list[int]], answers: list[list[int]]) ->
 
     from quant.checkpoint import open_checkpoint
     from quant.config import QuantConfig
-    from quant.convert import convert
     from workers.backend import StepBatch
-    from workers.model import TargetModel, build_backend
+    from workers.build import load_model
 
     checkpoint, config = open_checkpoint(folder), QuantConfig(head="bf16")
-    pieces = list(convert(checkpoint, config))
-    model = TargetModel(checkpoint.architecture, pieces, build_backend("w8a8"), 512)
+    model = load_model(checkpoint, config, 512)
     num_equal, count = 0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         text = torch.tensor(prompt + answer)

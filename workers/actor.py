@@ -16,11 +16,12 @@ import torch
 
 from quant.config import QuantConfig
 from quant.store import WeightsRef
+from workers.build import build_engine
 from workers.config import EngineConfig
-from workers.engine import Engine, EngineLimits
+from workers.engine import Engine
 from workers.model import TargetModel, build_backend
-from workers.proposer import build_proposer
 from workers.request import Completion, Request
+from workers.step_times import cached_step_times
 from workers.stopping import TokenizerText
 
 _LOGGER = logging.getLogger(__name__)
@@ -59,8 +60,8 @@ def worker_environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
-    """Attach to the weights and build the engine around them."""
+def start_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
+    """Attach to the weights and build the engine around them, ready to run at full speed."""
     config = settings.engine
     reference = settings.quant.precision in ("float32", "float64")
     torch.set_num_threads(settings.num_threads if reference else 1)
@@ -74,13 +75,13 @@ def build_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
     model.warm_up()
     if not reference:
         _check_threads()
-    limits = EngineLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        num_spec_tokens=config.num_spec_tokens,
-    )
-    return Engine(model, limits, build_proposer(config), TokenizerText(settings.tokenizer_json))
+    times = None
+    if config.has_budget:
+        times = cached_step_times(
+            model, settings.max_model_len, weights.digest, settings.num_threads
+        )
+    text = TokenizerText(settings.tokenizer_json)
+    return build_engine(model, config, settings.max_model_len, text, times)
 
 
 def _check_threads() -> None:
@@ -99,7 +100,7 @@ class Worker:
         Every thread that runs a kernel gets an OpenMP pool of its own, and once the pools hold more
         threads than there are cores, all of them sleep between kernels.
         """
-        self._inbox: queue.SimpleQueue[tuple[Request, _Mailbox]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Sequence[Request], _Mailbox]] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}  # By the identity of the request.
         thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
         thread.start()
@@ -119,8 +120,7 @@ class Worker:
                 more use.
         """
         mailbox = _Mailbox(asyncio.get_running_loop(), asyncio.Queue())
-        for request in requests:
-            self._inbox.put((request, mailbox))
+        self._inbox.put((requests, mailbox))
         return self._receive(mailbox, len(requests))
 
     async def _receive(self, mailbox: "_Mailbox", count: int) -> AsyncIterator[Completion]:
@@ -146,9 +146,9 @@ class Worker:
     def _take_requests(self, engine: Engine) -> None:
         """Move what has arrived to the engine; waits only if the engine has nothing to do."""
         while not (engine.has_work and self._inbox.empty()):
-            request, mailbox = self._inbox.get()
-            self._mailboxes[id(request)] = mailbox
-            engine.add(request)
+            requests, mailbox = self._inbox.get()
+            self._mailboxes.update((id(request), mailbox) for request in requests)
+            engine.add(requests)
 
 
 @dataclass(frozen=True)

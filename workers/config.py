@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-ProposerName = Literal["none", "ngram"]
+ProposerName = Literal["none", "ngram", "suffix"]
+DraftLengths = Literal["budget", "fixed"]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -75,6 +76,17 @@ class EngineConfig(BaseModel):
     )
     proposer: ProposerName = Field("ngram", description="Where drafts come from.")
     num_speculative_tokens: int = Field(5, ge=0, le=64, description="Most tokens drafted per step.")
+    draft_lengths: DraftLengths = Field(
+        "budget",
+        description="budget: as many drafted tokens as are worth their measured price, which may be "
+        "none; fixed: all that is proposed.",
+    )
+    suffix_pool_tokens: int = Field(
+        200_000,
+        ge=0,
+        description="Tokens of a worker's rows that the suffix proposer drafts from, before it begins "
+        "anew; 0: each row drafts from itself only.",
+    )
     prompt_lookup_max: int = Field(3, ge=1, le=16, description="Longest n-gram looked up.")
     prompt_lookup_min: int = Field(1, ge=1, le=16, description="Shortest n-gram looked up.")
 
@@ -82,6 +94,11 @@ class EngineConfig(BaseModel):
     def num_spec_tokens(self) -> int:
         """The most that may be drafted per step: nothing without a proposer."""
         return 0 if self.proposer == "none" else self.num_speculative_tokens
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether drafts are cut to what they are worth."""
+        return self.num_spec_tokens > 0 and self.draft_lengths == "budget"
 
     @model_validator(mode="after")
     def _check_lookup(self) -> "EngineConfig":

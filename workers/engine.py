@@ -6,7 +6,7 @@ Ray is not needed here.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,6 +14,7 @@ import torch
 
 from workers.acceptance import accept
 from workers.backend import StepBatch
+from workers.budget import Candidate, DraftBudget
 from workers.model import TargetModel
 from workers.prefix import PrefixCache
 from workers.proposer import Draft, ProposerFactory
@@ -21,6 +22,9 @@ from workers.request import Completion, Request
 from workers.row import Row
 from workers.sampling import NonFiniteLogitsError, StepLogits
 from workers.stopping import Detokenizer
+
+_NO_DRAFT = Draft()
+_LOOKAHEAD = 256  # Requests that `generate` queues at once, the longest of which come first.
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,14 @@ class EngineLimits:
 @dataclass(frozen=True)
 class _Window:
     """One row's part of a pass: tokens from its cached length on, the last `num_logits` of them with
-    logits wanted, the last len(draft) of them drafted.
+    logits wanted, the last `num_drafted` of them drafted: the beginning of `draft`.
     """
 
     row: Row
     token_ids: list[int]
     num_logits: int
-    draft: Draft
+    draft: Draft = _NO_DRAFT
+    num_drafted: int = 0
 
 
 class Engine:
@@ -61,9 +66,12 @@ class Engine:
         limits: EngineLimits,
         proposer_factory: ProposerFactory,
         detokenizer: Detokenizer,
+        budget: DraftBudget | None = None,
     ) -> None:
+        """Allocate the cache. Without a budget, what a proposer drafts is verified in full."""
         self._model = model
         self._limits = limits
+        self._budget = budget
         self._new_proposer = proposer_factory
         self._detokenizer = detokenizer
         self._cache = model.new_cache(limits.max_num_seqs, limits.max_model_len)
@@ -87,16 +95,20 @@ class Engine:
         """Bytes asked for by the key/value cache."""
         return self._cache.nbytes
 
-    def add(self, request: Request) -> None:
-        """Queue a request; rows are filled in the order of arrival."""
-        self._waiting.append(request)
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests behind those that wait, the longest first: what is left to do alone at the
+        end is short then.
+        """
+        self._waiting += sorted(
+            requests, key=lambda r: (r.params.max_tokens, len(r.prompt_token_ids)), reverse=True
+        )
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield one completion per request as they finish, pulling requests as slots come free."""
         source = iter(requests)
         while True:
-            for request in islice(source, max(0, self._limits.max_num_seqs - self.num_waiting)):
-                self.add(request)
+            if self.num_waiting < self._limits.max_num_seqs:
+                self.add(islice(source, max(_LOOKAHEAD, self._limits.max_num_seqs)))
             if not self.has_work:
                 return
             yield from self.step()
@@ -152,19 +164,39 @@ class Engine:
 
     def _plan_pass(self) -> list[_Window]:
         """Decide every row's tokens for this pass: decoding rows in full, prompts up to the budget."""
+        prompts = self._plan_prompts()
+        rows = [row for row in self._rows if not row.is_prefilling]
+        drafts = [row.propose(self._limits.num_spec_tokens) for row in rows]
+        lengths = self._draft_lengths(rows, drafts, sum(len(w.token_ids) for w in prompts))
+        decoding = [
+            _Window(row, [row.token_ids[-1], *draft.token_ids[:n]], n + 1, draft, n)
+            for row, draft, n in zip(rows, drafts, lengths, strict=True)
+        ]
+        return decoding + prompts
+
+    def _plan_prompts(self) -> list[_Window]:
+        """Chunks of the prompts that are not computed yet."""
         windows = []
-        budget = self._limits.max_num_batched_tokens
+        left = self._limits.max_num_batched_tokens
         for row in self._rows:
-            if not row.is_prefilling:
-                draft = row.propose(self._limits.num_spec_tokens)
-                tokens = [row.token_ids[-1], *draft.token_ids]
-                windows.append(_Window(row, tokens, len(tokens), draft))
-            elif budget > 0 and self._prefixes.start(row):
+            if row.is_prefilling and left > 0 and self._prefixes.start(row):
                 pending = row.pending_prompt
-                chunk = pending[:budget]
-                budget -= len(chunk)
-                windows.append(_Window(row, chunk, int(len(chunk) == len(pending)), Draft()))
+                chunk = pending[:left]
+                left -= len(chunk)
+                windows.append(_Window(row, chunk, int(len(chunk) == len(pending))))
         return windows
+
+    def _draft_lengths(
+        self, rows: Sequence[Row], drafts: Sequence[Draft], num_prompt_tokens: int
+    ) -> list[int]:
+        """How much of each row's draft is verified."""
+        if self._budget is None:
+            return [len(draft.token_ids) for draft in drafts]
+        candidates = [
+            Candidate(draft, row.num_left, row.may_stop)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        return self._budget.choose(candidates, num_prompt_tokens, self.num_waiting)
 
     def _verify(self, windows: list[_Window]) -> StepLogits:
         """Run the target model once over all windows."""
@@ -189,13 +221,14 @@ class Engine:
         if not window.num_logits:
             return
         try:
-            acceptance = accept(
-                window.draft.token_ids, lambda j: row.next_token(logits, at + j), row.ends
-            )
+            draft = window.draft.token_ids[: window.num_drafted]
+            acceptance = accept(draft, lambda j: row.next_token(logits, at + j), row.ends)
         except NonFiniteLogitsError as error:
             row.fail(error)
             return
-        row.commit(acceptance, len(window.draft.token_ids))
+        row.commit(acceptance, window.num_drafted)
+        if self._budget is not None:
+            self._budget.observe(window.draft, acceptance.token_ids, ended=row.has_stopped)
 
     def _retire(self) -> list[Completion]:
         """Take finished rows out of the batch."""

@@ -59,6 +59,21 @@ class Row:
         return len(self.token_ids) - self._num_prompt
 
     @property
+    def num_left(self) -> int:
+        """The most tokens the answer may still get."""
+        return self._stopping.max_tokens - self.num_generated
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the answer may end before that."""
+        return bool(self._stopping.end_token_ids or self.request.params.stop)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the answer ended by itself."""
+        return self._end is not None and self._end.finish_reason == "stop"
+
+    @property
     def pending_prompt(self) -> list[int]:
         """Prompt tokens that no pass has computed yet; empty once the row decodes."""
         return self.token_ids[self.num_cached :] if self.num_cached < self._num_prompt else []
@@ -77,7 +92,7 @@ class Row:
         """Draft, leaving room in the answer and in the cache for every drafted token and one more."""
         room = min(
             num_spec_tokens,
-            self._stopping.max_tokens - self.num_generated - 1,
+            self.num_left - 1,
             self._max_len - len(self.token_ids),
         )
         return self._proposer.propose(room) if room > 0 else Draft()

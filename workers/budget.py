@@ -1,0 +1,161 @@
+"""How many drafted tokens a step verifies, and whose: those that are worth their price.
+
+A drafted token costs what one more token adds to the pass (`workers.step_times`). It is worth the
+seconds that its acceptance saves, times how likely that is. The likelihood is learned from what
+became of earlier drafts, those included that were proposed and not verified. (The idea of a budget from
+measured step times: SmartSpec, arXiv 2406.14066.) Whatever is chosen, the answers are the same.
+
+Legend: B rows, k drafted tokens.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from workers.proposer import Confidence, Draft
+from workers.step_times import StepTimes
+
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # Lower edges of the buckets of match lengths.
+_SHARES = (0.0, 0.4, 0.6, 0.8, 0.95)  # Of shares.
+# What is believed of a token before any has been seen, by the bucket of its match length, and how many
+# tokens that belief counts for. (Qwen2.5-Coder-1.5B on mixed prompts.)
+_PRIOR = (0.28, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+_PRIOR_WEIGHT = 8.0
+_MEMORY = 1000.0  # Tokens after which the past counts half.
+_INTERVALS = 32
+# Of a step's price, what every row bears alike: which rows will be the last is not known for sure.
+_SHARED_ALIKE = 0.5
+
+
+class AcceptanceRates:
+    """How often drafted tokens were right, given that those before them were, by their confidence."""
+
+    def __init__(self) -> None:
+        self._right: defaultdict[int, float] = defaultdict(float)
+        self._seen: defaultdict[int, float] = defaultdict(float)
+
+    def rate(self, confidence: Confidence) -> float:
+        """The chance that a token of this confidence is right; between 0 and 1."""
+        bucket = _bucket(confidence)
+        prior = _PRIOR[bucket // len(_SHARES)] * (0.5 + 0.5 * confidence.share)
+        right = self._right[bucket] + prior * _PRIOR_WEIGHT
+        return right / (self._seen[bucket] + _PRIOR_WEIGHT)
+
+    def observe(self, draft: Draft, token_ids: Sequence[int]) -> None:
+        """Learn from the tokens that came where `draft` (verified or not) had been proposed."""
+        pairs = zip(draft.token_ids, draft.confidences, token_ids, strict=False)
+        for guess, confidence, token_id in pairs:
+            bucket = _bucket(confidence)
+            self._right[bucket] += guess == token_id
+            self._seen[bucket] += 1
+            if self._seen[bucket] >= _MEMORY:
+                self._right[bucket] /= 2
+                self._seen[bucket] /= 2
+            if guess != token_id:
+                return
+
+
+def _bucket(confidence: Confidence) -> int:
+    length = sum(confidence.match_length >= edge for edge in _LENGTHS) - 1
+    share = sum(confidence.share >= edge for edge in _SHARES) - 1
+    return max(length, 0) * len(_SHARES) + share
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A decoding row before a step.
+
+    Attributes:
+        draft: what its proposer has.
+        num_left: the most tokens its answer may still get.
+        ends_by_itself: whether EOS or a stop may come before that.
+    """
+
+    draft: Draft
+    num_left: int
+    ends_by_itself: bool = True
+
+
+class DraftBudget:
+    """Chooses draft lengths step by step, and learns from every step."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._rates = AcceptanceRates()
+        self._num_tokens, self._num_ends = 200.0, 1.0
+
+    def observe(self, draft: Draft, token_ids: Sequence[int], *, ended: bool) -> None:
+        """Learn what came (`token_ids`) where `draft` had been proposed, and whether the answer ended
+        there by itself.
+        """
+        self._rates.observe(draft, token_ids)
+        self._num_tokens += len(token_ids)
+        self._num_ends += ended
+
+    def choose(
+        self, rows: Sequence[Candidate], num_prompt_tokens: int, num_waiting: int
+    ) -> list[int]:
+        """How much of each row's draft to verify.
+
+        Args:
+            rows: the decoding rows.
+            num_prompt_tokens: prompt tokens that share the pass.
+            num_waiting: requests that wait for a row to become free.
+
+        Returns:
+            A length for each row, 0 included.
+        """
+        owners, chances = self._chances(rows)
+        if not len(owners):
+            return [0] * len(rows)
+        num_rows = len(rows)
+        costs_k = self._times(num_rows + np.arange(len(owners) + 1))
+        best = np.sort(chances)[::-1].cumsum()
+        seconds_per_token = float(np.min(costs_k[1:] / (num_rows + best)))
+        seconds_per_token = min(seconds_per_token, float(costs_k[0]) / num_rows)
+        if num_waiting:
+            worth = chances * seconds_per_token
+        else:
+            plain = float(costs_k[0]) / num_rows
+            worth = chances * self._worth_of_ending(rows)[owners] * (seconds_per_token / plain)
+        if num_prompt_tokens:
+            costs_k = self._times(num_rows + num_prompt_tokens + np.arange(len(owners) + 1))
+        order = np.argsort(-worth, kind="stable")  # Stable: a row's tokens keep their order.
+        gains_k = np.concatenate([[0.0], worth[order].cumsum()]) - (costs_k - costs_k[0])
+        chosen = owners[order[: int(gains_k.argmax())]]
+        return [int(n) for n in np.bincount(chosen, minlength=num_rows)]
+
+    def _chances(self, rows: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
+        """For every drafted token, its row and the chance that it and all before it are accepted."""
+        owners, chances = [], []
+        for index, row in enumerate(rows):
+            chance = 1.0
+            for confidence in row.draft.confidences:
+                chance *= self._rates.rate(confidence)
+                owners.append(index)
+                chances.append(chance)
+        return np.array(owners, np.int64), np.array(chances)
+
+    def _worth_of_ending(self, rows: Sequence[Candidate]) -> np.ndarray:
+        """Seconds saved for each row [B] that is a token nearer its end, when no request waits.
+
+        Without a successor a row that ends makes the batch smaller, and the steps that the longest rows
+        still need are paid for by these alone. So the price of a step is shared out: what a step gets
+        cheaper by in some stretch of the future goes to the rows that end there. Rows that end
+        together share alike, the last one alone bears what a step costs even for one. That supposes to
+        know who ends when; as nobody does, half of the price is shared alike by all.
+        """
+        left_B1 = np.array([[row.num_left] for row in rows], np.float64)
+        rate = self._num_ends / self._num_tokens
+        rate_B1 = np.array([[rate if row.ends_by_itself else 0.0] for row in rows])
+        at = np.linspace(0, left_B1.max(), _INTERVALS + 1)
+        there = np.where(at < left_B1, (1 - rate_B1) ** at, 0.0)  # Chance that a row is not over.
+        sizes = there.sum(axis=0)
+        cheaper = -np.diff(self._times(sizes))
+        ending = -np.diff(there, axis=1)
+        worth_B = (ending * (cheaper / np.maximum(ending.sum(axis=0), 1e-12))).sum(axis=1)
+        alike = float(self._times(len(rows))) / len(rows)
+        result: np.ndarray = _SHARED_ALIKE * alike + (1 - _SHARED_ALIKE) * worth_B
+        return result
