@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable, Sequence
 
-_COMMANDS = ("generate", "quantize", "demo")
+_COMMANDS = ("generate", "quantize", "bench", "demo")
 _USAGE = """usage: python -m jobs COMMAND [options]
 
 commands:
   generate   generate a data set: prompts in, answers with acceptance statistics out
   quantize   convert a checkpoint to W8A8, measure it, write it for this and other engines
+  bench      measure drafts, precisions and batch sizes on this machine and your prompts
   demo       generate, with the demo model and the example prompts, shown in the terminal
 
 python -m jobs COMMAND --help lists a command's options."""
@@ -48,6 +49,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from jobs.quantize import quantize
 
         return quantize
+    if name == "bench":
+        from jobs.bench import bench
+
+        return bench
     from jobs.demo import demo
 
     return demo

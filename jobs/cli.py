@@ -17,7 +17,7 @@ from pydantic_settings import (
 )
 
 from pipeline import storage
-from pipeline.config import QuantizeConfig, RunConfig
+from pipeline.config import BenchConfig, QuantizeConfig, RunConfig
 from pipeline.errors import InputError, describe
 
 # The configuration keys people set every day, with the short flags they know.
@@ -44,7 +44,7 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "cluster.num_workers": "num-workers",
     "data.limit": "limit",
 }
-_FILE_LISTS = {"input", "evaluate"}
+_LISTS = {"input", "evaluate", "precisions", "drafts", "batch_sizes", "temperatures"}
 
 
 class _Settings(BaseSettings):
@@ -94,6 +94,19 @@ class _Quantize(QuantizeConfig, _Settings):
     )
 
 
+class _Bench(BenchConfig, _Settings):
+    """Measure this machine, model and prompts: precisions, drafts, batch sizes and temperatures.
+
+    --config FILE reads a YAML file first. Every key of the configuration is a flag.
+    """
+
+    model_config = SettingsConfigDict(
+        cli_prog_name="python -m jobs bench",
+        cli_shortcuts=QUANT_SHORTCUTS
+        | {name: name.replace("_", "-") for name in BenchConfig.model_fields if "_" in name},
+    )
+
+
 def say(line: str) -> None:
     """Tell people what is going on, beside the output proper."""
     print(line, file=sys.stderr, flush=True)
@@ -118,19 +131,25 @@ def parse_quantize(arguments: Sequence[str]) -> QuantizeConfig:
     return QuantizeConfig.model_validate(_parse(_Quantize, arguments).model_dump())
 
 
+def parse_bench(arguments: Sequence[str]) -> BenchConfig:
+    """The configuration of `bench` that a command line stands for; raises as `parse_run` does."""
+    return BenchConfig.model_validate(_parse(_Bench, arguments).model_dump())
+
+
 def _parse(settings: type[_Settings], arguments: Sequence[str]) -> _Settings:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
     # Taken verbatim: the settings parser would split a value at its commas.
-    for name in _FILE_LISTS & settings.model_fields.keys():
-        first.add_argument(f"--{name}", nargs="*", action="extend")
+    for name in _LISTS & settings.model_fields.keys():
+        flags = {f"--{name}", f"--{name.replace('_', '-')}"}
+        first.add_argument(*flags, dest=name, nargs="*", action="extend")
     if "sampling" in settings.model_fields:
         first.add_argument("--sampling.stop", action="append", dest="stop")
     try:
-        known, rest = first.parse_known_args(_split_files(arguments))
+        known, rest = first.parse_known_args(_split_lists(arguments))
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
-    verbatim = {name: given for name in _FILE_LISTS if (given := getattr(known, name, None))}
+    verbatim = {name: given for name in _LISTS if (given := getattr(known, name, None))}
     if stops := getattr(known, "stop", None):
         verbatim["sampling"] = {"stop": [stop for given in stops for stop in _stops(given)]}
     values = _read_config(known.config) if known.config else {}
@@ -166,12 +185,12 @@ def _check_keys(values: dict[Any, Any], uri: str, prefix: str = "") -> None:
             _check_keys(value, uri, f"{prefix}{key}.")
 
 
-def _split_files(arguments: Sequence[str]) -> list[str]:
+def _split_lists(arguments: Sequence[str]) -> list[str]:
     """Let `--input=A B` name two files, as `--input A B` does."""
     split: list[str] = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
-        is_list = equals and flag.removeprefix("--") in _FILE_LISTS
+        is_list = equals and flag.removeprefix("--").replace("-", "_") in _LISTS
         split += [flag, value] if is_list else [argument]
     return split
 

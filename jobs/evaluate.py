@@ -7,8 +7,7 @@ simulation). Prompts that carry an answer or tests are graded for both models' o
 
 import json
 import operator
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -19,11 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs.cli import say
-from pipeline.admission import Admission
+from jobs.prompts import Prompt
 from pipeline.config import QuantizeConfig
-from pipeline.errors import InputError
 from pipeline.grading import grade, wilson_interval
-from pipeline.sources import read_rows
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.config import QuantConfig
 from quant.fidelity import Fidelity, compare
@@ -35,15 +32,6 @@ from workers.config import EngineConfig, SamplingParams
 from workers.model import TargetModel
 from workers.request import Request
 from workers.stopping import TokenizerText
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A held-out prompt, with the columns it is graded by."""
-
-    task: str
-    columns: dict[str, Any]
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -92,23 +80,6 @@ def evaluate(
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     show(report)
     print(f"The numbers are in {path}.")
-
-
-def read_prompts(uri: str, config: QuantizeConfig, tokenizer: Any) -> Iterator[Prompt]:
-    """The prompts of a file to measure on; raises InputError if there are none, or a row is unusable."""
-    admission = Admission(tokenizer, SamplingParams(), sys.maxsize, len(tokenizer))
-    count = 0
-    for raw in read_rows(uri):
-        row = admission.admit(raw, uri)
-        if row.prompt_token_ids is None or raw.columns is None:
-            raise InputError(f"evaluate: {row.error}")
-        task = str(raw.columns.get("task") or Path(uri).name)
-        yield Prompt(task, raw.columns, tuple(row.prompt_token_ids))
-        count += 1
-        if count == config.num_evaluation_samples:
-            return
-    if not count:
-        raise InputError(f"evaluate: {uri}: holds no prompts")
 
 
 def _answer(

@@ -1,24 +1,35 @@
 """`quantize`: a checkpoint to W8A8, written for other engines and for later runs of `generate`."""
 
+import logging
 import shutil
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from jobs.cli import parse_quantize, say
-from jobs.evaluate import evaluate, read_prompts
+from jobs.evaluate import evaluate
+from jobs.prompts import check_lengths, read_prompts
 from pipeline.admission import load_tokenizer
 from pipeline.calibration import read_calibration
 from pipeline.config import QuantizeConfig
 from pipeline.errors import InputError
 from pipeline.sources import check_source
-from pipeline.storage import is_writable
-from quant.checkpoint import open_checkpoint
-from quant.compressed import read_report
+from pipeline.storage import is_local, is_writable
+from quant.checkpoint import Checkpoint, open_checkpoint
+from quant.compressed import partial_folder, read_report
 from quant.errors import CheckpointError
 from quant.hub import find_checkpoint
-from quant.prepare import prepared, quantize_checkpoint, recipe_digest
+from quant.prepare import (
+    cached_folder,
+    is_cached,
+    prepared,
+    quantize_checkpoint,
+    recipe_digest,
+)
+
+_PROGRESS_SECONDS = 10.0
 
 
 def quantize(arguments: Sequence[str]) -> int:
@@ -28,17 +39,33 @@ def quantize(arguments: Sequence[str]) -> int:
         check_source(uri)
     output = _check_output(config.output)
     folder = find_checkpoint(config.model).resolve()
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.is_quantized:
+        raise CheckpointError(f"{folder}: already quantized; give the original checkpoint")
     tokenizer = load_tokenizer(folder)
-    prompts = [prompt for uri in config.evaluate for prompt in read_prompts(uri, config, tokenizer)]
+    prompts = [
+        prompt
+        for uri in config.evaluate
+        for prompt in islice(
+            read_prompts(uri, tokenizer, "evaluate"), config.num_evaluation_samples
+        )
+    ]
+    check_lengths(prompts, config.max_tokens, checkpoint.architecture.max_position_embeddings)
     started = time.monotonic()
-    _convert(config, folder, tokenizer, output)
+    try:
+        _convert(config, checkpoint, tokenizer, output)
+    except KeyboardInterrupt:
+        say("interrupted; nothing was written")
+        return 4
     print(format_report(output, time.monotonic() - started))
     if prompts:
-        evaluate(config, open_checkpoint(folder), tokenizer, prompts, output)
+        evaluate(config, checkpoint, tokenizer, prompts, output)
     return 0
 
 
 def _check_output(output: str) -> Path:
+    if not is_local(output):
+        raise InputError(f"output {output}: must be a folder of this machine")
     path = Path(output).expanduser()
     if path.is_file():
         raise InputError(f"output {output}: is a file, not a folder")
@@ -46,19 +73,19 @@ def _check_output(output: str) -> Path:
         raise InputError(f"output {output}: is not empty")
     if not is_writable(str(path)):
         raise InputError(f"output {output}: cannot be written to")
-    return path.absolute()
+    return path.resolve()
 
 
-def _convert(config: QuantizeConfig, folder: Path, tokenizer: Any, output: Path) -> None:
+def _convert(config: QuantizeConfig, checkpoint: Checkpoint, tokenizer: Any, output: Path) -> None:
     """Quantize to `output`; what was calibrated stays in the cache, where `generate` finds it."""
-    checkpoint = open_checkpoint(folder)
-    if checkpoint.is_quantized:
-        raise CheckpointError(f"{folder}: already quantized; give the original checkpoint")
     texts = read_calibration(config.quant, tokenizer)
-    if texts:
-        say(f"calibrating on {sum(map(len, texts))} tokens of {len(texts)} texts")
     digest = recipe_digest(checkpoint, config.quant, texts)
-    partial = output.with_name(f".{output.name}.{digest[:8]}.partial")
+    if texts and is_cached(digest):
+        say(f"the weights are in the cache: {cached_folder(digest)}")
+    elif texts:
+        say(f"calibrating on {sum(map(len, texts))} tokens of {len(texts)} texts")
+        _show_progress()
+    partial = partial_folder(output)
     try:
         with prepared(checkpoint, config.quant, texts, digest) as made:
             if made.is_quantized:
@@ -72,6 +99,28 @@ def _convert(config: QuantizeConfig, folder: Path, tokenizer: Any, output: Path)
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _show_progress() -> None:
+    """Say which layer the calibration is at, no more than every few seconds."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(_Sparingly())
+    logger = logging.getLogger("quant.calibrate")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+class _Sparingly(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + _PROGRESS_SECONDS
+        return True
+
+
 def format_report(folder: Path, seconds: float) -> str:
     """What was made, in a few lines for people."""
     report = read_report(folder)
@@ -82,7 +131,8 @@ def format_report(folder: Path, seconds: float) -> str:
         "recipe": report["recipe"]["recipe"],
         "int8": f"{report['int8_share_of_linears']:.1%} of the linear weights",
         "in bf16": ", ".join(kept) or "none of the linears; the head and the embeddings",
-        "fidelity": f"{fidelity['top1_agreement']:.2%} of first choices agree with float32, mean KL "
+        "fidelity": f"{fidelity['top1_agreement']:.2%} ± {fidelity['top1_agreement_standard_error']:.2%} "
+        "of first choices agree with float32, mean KL "
         f"{fidelity['mean_kl']:.5f} ({fidelity['num_tokens']} tokens of calibration texts)"
         if fidelity
         else "not measured (no calibration)",

@@ -15,11 +15,13 @@ from pipeline.admission import Admission, load_tokenizer
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
 from pipeline.graph import GenerateSettings, run_shards, write_plan
-from pipeline.parts import PartReport, Provenance, pending_shards, read_report
+from pipeline.parts import PartReport, Provenance, pending_shards
+from pipeline.parts import read_report as read_part_report
 from pipeline.plan import Plan
 from pipeline.schema import schema_to_json
 from pipeline.summary import Summary, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
+from quant.compressed import read_report
 from quant.config import QuantConfig
 from quant.convert import check_precision
 from quant.prepare import cached_folder, is_cached
@@ -39,6 +41,7 @@ def open_model(folder: Path, config: QuantConfig) -> Model:
     """Check a model's folder; raises InputError or CheckpointError with the reason."""
     checkpoint = open_checkpoint(folder)
     check_precision(checkpoint, config)
+    read_report(checkpoint.folder)  # Damaged, it would be noticed when all is done.
     return Model(checkpoint, load_tokenizer(checkpoint.folder))
 
 
@@ -61,7 +64,7 @@ def run(config: RunConfig, model: Model, started: float) -> None:
     pending = pending_shards(config.output, names)
     total, fresh = Summary(), Summary()
     for name in sorted(set(names) - set(pending)):
-        total = total.add(read_report(config.output, name))
+        total = total.add(read_part_report(config.output, name))
     say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
     first_part_after = None
     for report in _generate(config, model, plan, weights, pending):

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from quant.config import QuantConfig
+from quant.config import Precision, QuantConfig
 from workers.config import EngineConfig, SamplingParams
 
 
@@ -127,6 +127,72 @@ class QuantizeConfig(BaseModel):
         if value.precision != "w8a8":
             raise ValueError("quantize writes w8a8; no other precision")
         return value
+
+
+class BenchConfig(BaseModel):
+    """A benchmark: every combination of precision, drafts, batch size and temperature is an arm."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        min_length=1, description="Folder of a Hugging Face checkpoint, or a hub id."
+    )
+    input: tuple[str, ...] = Field(min_length=1, description="Prompt files; paths or URIs.")
+    output: str = Field(min_length=1, description="Folder to write; must not exist, or be empty.")
+    num_prompts: int = Field(16, ge=1, description="Prompts used, evenly over all files.")
+    max_tokens: int = Field(96, ge=2, description="The most tokens an answer may have.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of sampled answers.")
+    precisions: tuple[Literal["bf16", "w8a8"], ...] = Field(
+        ("bf16", "w8a8"), min_length=1, description="Of the verifying model."
+    )
+    drafts: tuple[str, ...] = Field(
+        ("none", "ngram:3", "ngram:5", "ngram:budget", "suffix:budget"),
+        min_length=1,
+        description="PROPOSER, with a fixed draft length or `budget` behind a colon: none, ngram:5, "
+        "suffix:budget, ...",
+    )
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1, 16), min_length=1, description="Rows generated at once."
+    )
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (0.0,), min_length=1, description="0 is greedy."
+    )
+    num_repeats: int = Field(5, ge=1, description="Runs of every arm, interleaved.")
+    num_threads: int | None = Field(None, ge=1, description="Of the engine; None: every core.")
+    num_speculative_tokens: int = Field(5, ge=1, le=64, description="Most drafted under `budget`.")
+    quant: QuantConfig = QuantConfig()
+
+    @field_validator("input", "precisions", "drafts", "batch_sizes", "temperatures", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        """A single value needs no list."""
+        return value if isinstance(value, list | tuple) else (value,)
+
+    @field_validator("drafts")
+    @classmethod
+    def _are_drafts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            engine_config(name, 5)
+        return value
+
+
+def recipe_of(config: BenchConfig, precision: Precision) -> QuantConfig:
+    """The weights of a benchmark's precision."""
+    return config.quant if precision == "w8a8" else QuantConfig(precision=precision)
+
+
+def engine_config(drafts: str, budget_cap: int, **other: Any) -> EngineConfig:
+    """The engine's configuration for drafts as a benchmark names them; raises ValueError."""
+    proposer, _, length = drafts.partition(":")
+    keys: dict[str, Any] = {"proposer": proposer, **other}
+    if proposer != "none" or length:
+        if length == "budget":
+            keys |= {"draft_lengths": "budget", "num_speculative_tokens": budget_cap}
+        elif length.isdecimal() and proposer != "none" and int(length) > 0:
+            keys |= {"draft_lengths": "fixed", "num_speculative_tokens": int(length)}
+        else:
+            raise ValueError(f"{drafts!r}: expected PROPOSER:LENGTH, PROPOSER:budget or none")
+    return EngineConfig.model_validate(keys)
 
 
 def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,5 +17,8 @@ def describe(error: ValidationError, prefix: str = "") -> str:
         elif fault["type"] == "missing":
             faults.append(f"{key} is missing")
         else:
-            faults.append(f"{key}: {fault['msg']} (got {fault['input']!r:.80})")
+            message = fault["msg"].removeprefix("Value error, ")
+            given = fault["input"]  # Of a whole section, the message says what is wrong.
+            got = "" if isinstance(given, dict) else f" (got {given!r:.80})"
+            faults.append(f"{key}: {message}{got}")
     return "; ".join(faults)

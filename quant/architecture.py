@@ -15,6 +15,11 @@ from quant.errors import CheckpointError
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -79,6 +84,7 @@ def read_architecture(folder: Path) -> Architecture:
             f"{', '.join(FAMILIES)}); code shipped with a checkpoint is never run"
         )
     config = _parse_config(folder)
+    _check_sizes(folder, config)
     if config.hidden_act != "silu":
         raise CheckpointError(f"{folder}: hidden_act {config.hidden_act!r} is not supported")
     family = FAMILIES[model_type]
@@ -110,6 +116,19 @@ def read_architecture(folder: Path) -> Architecture:
     )
 
 
+def _check_sizes(folder: Path, config: Any) -> None:
+    """Refuse sizes that no decoder has."""
+    for key in _SIZES:
+        value = getattr(config, key)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{folder / 'config.json'}: {key} is {value!r}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {config.num_attention_heads} attention heads cannot share "
+            f"{config.num_key_value_heads} key/value heads"
+        )
+
+
 def read_raw_config(folder: Path) -> dict[str, Any]:
     """config.json as it stands; raises CheckpointError if there is none or it is damaged."""
     path = folder / "config.json"
@@ -134,7 +153,7 @@ def _parse_config(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # Foreign content in foreign code: any error says what is wrong.
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
 
 

@@ -9,6 +9,7 @@ Texts are lists of token ids and are run one by one, so that padding cannot ente
 """
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from quant.int8 import activation_code
 from quant.smooth import LayerSample, Scales, search_scales
 
 Text = Sequence[int]
+
+_LOGGER = logging.getLogger(__name__)
 
 _BATCH_TOKENS = 2048  # Tokens of a layer's pass: bounds the memory of the widest activations.
 _CHECK_TOKENS = 768  # Of the texts that scales are chosen by, at most a quarter of all.
@@ -110,6 +113,7 @@ def treat(
             },
         )
         scales, errors = search_scales(sample, config.recipe, config.alpha, checkpoint.dtype)
+        _LOGGER.info("layer %d of %d", view.index + 1, checkpoint.architecture.num_layers)
         all_scales.append(scales)
         all_errors += view.group_errors(errors, checkpoint.architecture)
     return Treatment(tuple(all_scales), tuple(all_errors))

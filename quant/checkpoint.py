@@ -15,6 +15,8 @@ from quant.scheme import read_scheme
 
 HEAD, EMBEDDINGS, FINAL_NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class LinearGroup:
@@ -50,8 +52,11 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """Read a floating-point tensor in its stored dtype; raises CheckpointError if it is none."""
         tensor = self._read(name)
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{self.folder}: {name} has dtype {tensor.dtype}, not a float")
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{self.folder}: {name} has dtype {tensor.dtype}, which is not supported (supported: "
+                f"{', '.join(str(dtype) for dtype in _FLOATS)})"
+            )
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{self.folder}: {name} holds NaN or infinity")
         return tensor
@@ -64,7 +69,12 @@ class Checkpoint:
                 f"{self.folder}: {linear}.weight has dtype {codes_NK.dtype}, and the "
                 "quantization_config says int8"
             )
-        return codes_NK, self.read(f"{linear}.weight_scale").float().flatten()
+        scale_N = self.read(f"{linear}.weight_scale").float().flatten()
+        if (scale_N < 0).any() or codes_NK[scale_N == 0].any():
+            raise CheckpointError(
+                f"{self.folder}: {linear}.weight_scale is not positive everywhere"
+            )
+        return codes_NK, scale_N
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -4,8 +4,11 @@ It is self-contained: smoothing is folded into norms and weights, tokenizer and 
 copied, and `quasar.json` says how it was made. It appears under its name whole, or not at all.
 """
 
+import contextlib
+import glob
 import json
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +27,7 @@ from quant.quantize import layer_tensors
 from quant.scheme import make_scheme
 
 REPORT = "quasar.json"
+_ABANDONED = 3600.0  # Seconds after which a folder in the making is no longer worked on.
 _MAX_SHARD_BYTES = 4 * 2**30
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx")
 _COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
@@ -44,7 +48,7 @@ def write_quantized(
         OSError: the folder cannot be written, or is not empty.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial = partial_folder(folder)
     partial.mkdir()
     try:
         _copy_settings(checkpoint.folder, partial)
@@ -54,6 +58,15 @@ def write_quantized(
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where `folder` is made before it gets its name; what killed processes left there is removed."""
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+        with contextlib.suppress(OSError):  # Another process may be faster.
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left)
+    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:

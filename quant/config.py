@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["w8a8", "bf16", "float32", "float64"]
 Recipe = Literal["rtn", "smoothquant", "m2"]
@@ -21,7 +21,7 @@ class QuantConfig(BaseModel):
     recipe: Recipe = Field(
         "m2",
         description="How w8a8 weights are made: m2 (SmoothQuant with searched thresholds), smoothquant, "
-        "or rtn (round to nearest, no calibration).",
+        "or rtn (round to nearest; no calibration, unless linears are to be left in bf16).",
     )
     alpha: float | None = Field(
         None, ge=0, le=1, description="SmoothQuant's exponent; None: searched for every linear."
@@ -58,6 +58,12 @@ class QuantConfig(BaseModel):
     embeddings: Literal["int8", "bf16"] = Field(
         "bf16", description="The token embeddings under w8a8: bf16, or int8 with a scale a row."
     )
+
+    @model_validator(mode="after")
+    def _check_alpha(self) -> "QuantConfig":
+        if self.recipe == "rtn" and self.alpha is not None:
+            raise ValueError("alpha has no part in the recipe rtn")
+        return self
 
     def reference(self) -> "QuantConfig":
         """The original model, in float32."""

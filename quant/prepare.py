@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ def prepared(
         return
     with contextlib.ExitStack() as stack:
         folder = cached_folder(digest)
-        if not is_cached(digest):
+        made = _open_cached(folder) if is_cached(digest) else None
+        if made is None:
             if not _is_writable(folder.parent):
                 _LOGGER.warning(
                     "%s cannot be written to, so the weights are not kept", folder.parent
@@ -76,7 +78,19 @@ def prepared(
                 quantize_checkpoint(checkpoint, config, texts, digest, folder)
             except OSError as error:
                 raise CheckpointError(f"{folder}: weights cannot be written ({error})") from error
-        yield open_checkpoint(folder)
+        yield made or open_checkpoint(folder)
+
+
+def _open_cached(folder: Path) -> Checkpoint | None:
+    """A quantized checkpoint of the cache; None, and it is gone, if it is damaged."""
+    try:
+        made = open_checkpoint(folder)
+        read_report(folder)
+    except CheckpointError as error:
+        _LOGGER.warning("damaged in the cache, made again: %s", error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return made
 
 
 def is_cached(digest: str) -> bool:

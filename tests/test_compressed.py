@@ -731,8 +731,10 @@ def test_weights_that_are_not_int8_are_refused(made: Path, dtype: torch.dtype) -
         (torch.ones(64, 1, dtype=torch.int8), "has dtype torch.int8"),
         (torch.full((64, 1), torch.nan), "holds NaN"),
         (torch.full((64, 1), torch.inf), "holds NaN or infinity"),
+        (torch.full((64, 1), -0.01), "is not positive"),
+        (torch.zeros(64, 1), "is not positive"),
     ],
-    ids=["int8", "nan", "inf"],
+    ids=["int8", "nan", "inf", "negative", "zero"],
 )
 def test_unusable_scales_are_refused(made: Path, scale: torch.Tensor, reason: str) -> None:
     change_tensors(made, **{f"{Q_PROJ}.weight_scale": scale})
@@ -748,7 +750,7 @@ def test_int8_where_the_config_says_float_is_refused(made: Path) -> None:
         open_checkpoint(made)
     change_tensors(made, **{f"{down}.weight_scale": None})
     with pytest.raises(
-        CheckpointError, match=rf"{down}\.weight has dtype torch\.int8, not a float"
+        CheckpointError, match=rf"{down}\.weight has dtype torch\.int8, which is not supported"
     ):
         convert_all(made)
 

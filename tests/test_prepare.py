@@ -281,6 +281,23 @@ def test_a_cache_that_cannot_be_written(
     assert blocked.is_file()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "quasar.json"])
+def test_a_damaged_cache_is_made_again(
+    name: str,
+    folder: Path,
+    cache: Path,
+    calibrations: list[QuantConfig],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = make(folder)
+    before = contents(made)
+    path = made / name
+    path.write_bytes(path.read_bytes()[:100])
+    assert contents(make(folder)) == before
+    assert len(calibrations) == 2
+    assert "damaged" in caplog.text
+
+
 def test_the_temporary_copy_goes_even_after_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -158,7 +160,10 @@ def test_what_is_printed(quantized: Callable[[str], Quantized], recipe: str) -> 
         assert lines["fidelity"] == "not measured (no calibration)"
         assert "calibrating" not in result.stderr
         return
-    assert f"{measured['top1_agreement']:.2%} of first choices" in lines["fidelity"]
+    agreement = (
+        f"{measured['top1_agreement']:.2%} ± {measured['top1_agreement_standard_error']:.2%}"
+    )
+    assert f"{agreement} of first choices" in lines["fidelity"]
     assert f"mean KL {measured['mean_kl']:.5f}" in lines["fidelity"]
     assert f"({measured['num_tokens']} tokens" in lines["fidelity"]
     assert 0.9 < measured["top1_agreement"] < 1
@@ -286,6 +291,22 @@ def of_unknown_family(folder: Path) -> None:
     edit_config(folder, model_type="mamba")
 
 
+def in_eight_bits(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def without_heads(folder: Path) -> None:
+    edit_config(folder, num_attention_heads=0)
+
+
+def of_wordy_width(folder: Path) -> None:
+    edit_config(folder, hidden_size="big")
+
+
 def without_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
@@ -296,7 +317,7 @@ def files_below(folder: Path) -> dict[Path, bytes]:
 
 
 def check_refusal(
-    folder: Path, flags: Sequence[object], words: Sequence[str], *, may_say: str = "error: "
+    folder: Path, flags: Sequence[object], words: Sequence[str], *, may_say: Sequence[str] = ()
 ) -> None:
     """Exit code 2, one line that holds `words`, and the folder as it was; the cache is in it."""
     before, had_output = files_below(folder), (folder / "out").exists()
@@ -306,7 +327,7 @@ def check_refusal(
     assert result.stdout == ""
     lines = result.stderr.splitlines()
     assert lines[-1].startswith("error: ")
-    assert all(line.startswith(("error: ", may_say)) for line in lines), result.stderr
+    assert all(line.startswith(("error: ", *may_say)) for line in lines), result.stderr
     assert sum(line.startswith("error: ") for line in lines) == 1
     for word in words:
         assert word in lines[-1]
@@ -322,6 +343,9 @@ def check_refusal(
         ("smoothquant", with_nan, ["model.layers.1.mlp.up_proj.weight", "NaN"]),
         ("rtn", truncated, ["model.safetensors", "damaged"]),
         ("m2", of_unknown_family, ["mamba", "llama"]),
+        ("rtn", in_eight_bits, ["model.layers.1.mlp.up_proj.weight", "float8", "not supported"]),
+        ("m2", without_heads, ["config.json", "num_attention_heads is 0"]),
+        ("m2", of_wordy_width, ["config.json", "hidden_size"]),
         ("m2", without_tokenizer, ["tokenizer"]),
     ],
 )
@@ -334,7 +358,9 @@ def test_models_that_cannot_be_used(
     texts = write_rows(tmp_path / "texts.jsonl", [{"prompt": "some text"}, {"prompt": "more"}])
     flags = ("--model", model, "--output", "out", "--recipe", recipe, "--calibration", texts)
     given = ("--num-calibration-samples", 2)
-    check_refusal(tmp_path, [*flags, *given], [str(model), *words], may_say="calibrating on ")
+    check_refusal(
+        tmp_path, [*flags, *given], [str(model), *words], may_say=("calibrating on ", "layer 1")
+    )
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./none", "no-such/model", "file.txt"])
@@ -358,6 +384,31 @@ def test_an_output_that_is_taken(tiny_checkpoint: Path, tmp_path: Path) -> None:
     flags = ("--model", tiny_checkpoint, "--recipe", "rtn", "--output")
     check_refusal(tmp_path, [*flags, "out"], ["output out", "not empty"])
     check_refusal(tmp_path, [*flags, "file"], ["output file", "a file"])
+    check_refusal(tmp_path, [*flags, "s3://bucket/w8a8"], ["s3://bucket/w8a8", "this machine"])
+
+
+def test_what_a_killed_process_left_is_removed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    left, at_work = tmp_path / ".out.12345678.partial", tmp_path / ".out.87654321.partial"
+    for folder in (left, at_work):
+        folder.mkdir()
+        (folder / "model-00001.safetensors").write_bytes(b"x")
+    long_ago = time.time() - 7200
+    os.utime(left, (long_ago, long_ago))
+    flags = ("--model", tiny_checkpoint, "--recipe", "rtn", "--output", "out")
+    assert run_here("quantize", *flags, cwd=tmp_path).returncode == 0
+    assert not left.exists()
+    assert at_work.exists()
+
+
+def test_prompts_too_long_to_measure_on_are_refused_first(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "held.jsonl", [{"prompt": "short"}, {"prompt": "long " * 400}])
+    flags = ["--model", tiny_checkpoint, "--output", "out", "--recipe", "rtn"]
+    words = ["held.jsonl: line 2", "tokens"]
+    check_refusal(
+        tmp_path, [*flags, "--evaluate", "held.jsonl"], words, may_say=("[transformers] Token",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -384,7 +435,7 @@ def test_files_that_cannot_be_used(
     write_rows(tmp_path / "texts.jsonl", [{"prompt": "some text"}, {"prompt": "more"}])
     model = ["--model", tiny_checkpoint, "--output", "out"]
     # Texts longer than the tiny model reads are announced by transformers.
-    check_refusal(tmp_path, [*model, *flags], words, may_say="[transformers] Token indices")
+    check_refusal(tmp_path, [*model, *flags], words, may_say=("[transformers] Token indices",))
 
 
 @pytest.mark.parametrize(
@@ -396,6 +447,7 @@ def test_files_that_cannot_be_used(
         (["--alpha", "1.5"], ["quant.alpha", "1.5"]),
         (["--alpha", "-0.1"], ["quant.alpha", "-0.1"]),
         (["--recipe", "gptq"], ["quant.recipe", "gptq"]),
+        (["--recipe", "rtn", "--alpha", "0.5"], ["quant", "alpha", "rtn"]),
         (["--target-agreement", "0"], ["quant.target_agreement"]),
         (["--max-float-bytes", "-1"], ["quant.max_float_bytes"]),
         (["--num-calibration-samples", "0"], ["quant.num_calibration_samples"]),

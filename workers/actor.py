@@ -60,12 +60,17 @@ def worker_environment(num_threads: int) -> dict[str, str]:
     }
 
 
+def use_threads(num_threads: int, *, in_kernels: bool) -> None:
+    """Give the threads to the kernels, or to torch: two pools would stand in each other's way."""
+    torch.set_num_threads(1 if in_kernels else num_threads)
+    numba.set_num_threads(min(num_threads, numba.get_num_threads()))
+
+
 def start_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
     """Attach to the weights and build the engine around them, ready to run at full speed."""
     config = settings.engine
     reference = settings.quant.precision in ("float32", "float64")
-    torch.set_num_threads(settings.num_threads if reference else 1)
-    numba.set_num_threads(min(settings.num_threads, numba.get_num_threads()))
+    use_threads(settings.num_threads, in_kernels=not reference)
     model = TargetModel(
         weights.architecture,
         weights.attach(),

@@ -16,6 +16,7 @@ from workers.acceptance import accept
 from workers.backend import StepBatch
 from workers.budget import Candidate, DraftBudget
 from workers.model import TargetModel
+from workers.phases import Phases
 from workers.prefix import PrefixCache
 from workers.proposer import Draft, ProposerFactory
 from workers.request import Completion, Request
@@ -72,6 +73,7 @@ class Engine:
         self._model = model
         self._limits = limits
         self._budget = budget
+        self.phases = Phases()
         self._new_proposer = proposer_factory
         self._detokenizer = detokenizer
         self._cache = model.new_cache(limits.max_num_seqs, limits.max_model_len)
@@ -116,15 +118,25 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Run one pass over all rows and return the completions it finished."""
+        phases = self.phases
+        phases.start()
         refused = self._admit()
-        windows = self._plan_pass()
-        if windows:
+        prompts = self._plan_prompts()
+        phases.lap("host")
+        num_prompt_tokens = sum(len(window.token_ids) for window in prompts)
+        decoding = self._plan_decoding(num_prompt_tokens)
+        phases.lap("draft")
+        if windows := decoding + prompts:
             logits = self._verify(windows)
+            phases.lap_pass(num_prompt_tokens, sum(len(window.token_ids) for window in decoding))
             at = 0
             for window in windows:
                 self._accept(window, logits, at)
                 at += window.num_logits
-        return refused + self._retire()
+            phases.lap("accept")
+        finished = self._retire()
+        phases.lap("host")
+        return refused + finished
 
     def _admit(self) -> list[Completion]:
         """Move waiting requests to free cache rows; requests that cannot run are refused."""
@@ -162,20 +174,8 @@ class Engine:
             return f"token id {outside[0]} is not in the vocabulary of {vocab_size}"
         return None
 
-    def _plan_pass(self) -> list[_Window]:
-        """Decide every row's tokens for this pass: decoding rows in full, prompts up to the budget."""
-        prompts = self._plan_prompts()
-        rows = [row for row in self._rows if not row.is_prefilling]
-        drafts = [row.propose(self._limits.num_spec_tokens) for row in rows]
-        lengths = self._draft_lengths(rows, drafts, sum(len(w.token_ids) for w in prompts))
-        decoding = [
-            _Window(row, [row.token_ids[-1], *draft.token_ids[:n]], n + 1, draft, n)
-            for row, draft, n in zip(rows, drafts, lengths, strict=True)
-        ]
-        return decoding + prompts
-
     def _plan_prompts(self) -> list[_Window]:
-        """Chunks of the prompts that are not computed yet."""
+        """Chunks of the prompts that are not computed yet, as many tokens as a pass may add."""
         windows = []
         left = self._limits.max_num_batched_tokens
         for row in self._rows:
@@ -185,6 +185,16 @@ class Engine:
                 left -= len(chunk)
                 windows.append(_Window(row, chunk, int(len(chunk) == len(pending))))
         return windows
+
+    def _plan_decoding(self, num_prompt_tokens: int) -> list[_Window]:
+        """The newest token of every decoding row, and what is drafted behind it."""
+        rows = [row for row in self._rows if not row.is_prefilling]
+        drafts = [row.propose(self._limits.num_spec_tokens) for row in rows]
+        lengths = self._draft_lengths(rows, drafts, num_prompt_tokens)
+        return [
+            _Window(row, [row.token_ids[-1], *draft.token_ids[:n]], n + 1, draft, n)
+            for row, draft, n in zip(rows, drafts, lengths, strict=True)
+        ]
 
     def _draft_lengths(
         self, rows: Sequence[Row], drafts: Sequence[Draft], num_prompt_tokens: int

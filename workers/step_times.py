@@ -93,7 +93,7 @@ def cached_step_times(
     model: TargetModel, max_len: int, weights_digest: str, num_threads: int
 ) -> StepTimes:
     """The step times of this machine, model and number of threads: from the cache, else measured."""
-    path = _path(model.backend.device, weights_digest, num_threads)
+    path = _path(weights_digest, num_threads)
     try:
         known = json.loads(path.read_text())
         return StepTimes(tuple(known["num_tokens"]), tuple(known["seconds"]))
@@ -109,18 +109,17 @@ def cached_step_times(
     return times
 
 
-def _path(device: torch.device, weights_digest: str, num_threads: int) -> Path:
-    key = json.dumps([_device_name(device), weights_digest, num_threads, torch.__version__])
+def _path(weights_digest: str, num_threads: int) -> Path:
+    key = json.dumps([device_name(), weights_digest, num_threads, torch.__version__])
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return cache_folder() / "step-times" / f"{name}.json"
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def device_name() -> str:
+    """The model of this machine's processor."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
         info = ""
-    names = [line for line in info.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = [line.partition(":")[2] for line in info.splitlines() if line.startswith("model name")]
+    return names[0].strip() if names else platform.processor() or platform.machine()

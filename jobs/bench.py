@@ -1,0 +1,125 @@
+"""`bench`: what precision, drafts and batch size are worth on this machine, model and prompts."""
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jobs.bench_table import format_bench
+from jobs.cli import parse_bench
+from jobs.prompts import Prompt, check_lengths, read_prompts, spread
+from pipeline.admission import load_tokenizer
+from pipeline.config import BenchConfig, recipe_of
+from pipeline.errors import InputError
+from pipeline.sources import check_source
+from pipeline.storage import is_writable
+from quant.checkpoint import open_checkpoint
+from quant.convert import check_precision
+from quant.hub import find_checkpoint
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run all arms; returns the exit code. Raises InputError or CheckpointError for bad input."""
+    config = parse_bench(arguments)
+    for uri in (*config.input, *filter(None, [config.quant.calibration])):
+        check_source(uri)
+    output = _check_output(config.output)
+    folder = find_checkpoint(config.model).resolve()
+    checkpoint = open_checkpoint(folder)
+    for precision in config.precisions:
+        check_precision(checkpoint, recipe_of(config, precision))
+    tokenizer = load_tokenizer(folder)
+    found = [prompt for uri in config.input for prompt in read_prompts(uri, tokenizer, "input")]
+    prompts = spread(found, config.num_prompts)
+    check_lengths(prompts, config.max_tokens, checkpoint.architecture.max_position_embeddings)
+    _in_a_process_of_its_own(config, folder, prompts, output)
+    report = json.loads((output / "bench.json").read_text(encoding="utf-8"))
+    table = format_bench(report)
+    (output / "bench.md").write_text(table, encoding="utf-8")
+    print(table)
+    print(f"The numbers are in {output / 'bench.json'}, these tables in {output / 'bench.md'}.")
+    return 0
+
+
+def _check_output(output: str) -> Path:
+    path = Path(output).expanduser()
+    if path.is_file():
+        raise InputError(f"output {output}: is a file, not a folder")
+    if path.is_dir() and any(path.iterdir()):
+        raise InputError(f"output {output}: is not empty")
+    if not is_writable(str(path)):
+        raise InputError(f"output {output}: cannot be written to")
+    return path.absolute()
+
+
+def _in_a_process_of_its_own(
+    config: BenchConfig, folder: Path, prompts: list[Prompt], output: Path
+) -> None:
+    """Run where the environment is a worker's: allocator and threads are read before Python starts."""
+    from workers.actor import worker_environment
+
+    num_threads = config.num_threads or os.cpu_count() or 1
+    before = dict(os.environ)
+    os.environ.update(worker_environment(num_threads))
+    try:
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run, args=(config, folder, prompts, output, num_threads)
+        )
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.join()
+        raise
+    if process.exitcode:
+        raise RuntimeError(f"the benchmark's process ended with exit code {process.exitcode}")
+
+
+def _run(
+    config: BenchConfig, folder: Path, prompts: list[Prompt], output: Path, num_threads: int
+) -> None:
+    """Measure, and write `bench.json`."""
+    from jobs.experiment import measure
+
+    report = {
+        "provenance": _provenance(num_threads),
+        "config": config.model_dump(mode="json"),
+        "prompts": [{"task": p.task, "num_tokens": len(p.token_ids)} for p in prompts],
+        **measure(config, folder, prompts, num_threads),
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _provenance(num_threads: int) -> dict[str, Any]:
+    """What the numbers were measured with."""
+    from workers.step_times import device_name
+
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    packages = ("quasar-batch", "torch", "transformers", "numba", "llvmlite")
+    return {
+        "commit": commit or None,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(),
+        "num_threads": num_threads,
+        "num_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
