@@ -344,7 +344,7 @@ def check_refusal(
         ("rtn", truncated, ["model.safetensors", "damaged"]),
         ("m2", of_unknown_family, ["mamba", "llama"]),
         ("rtn", in_eight_bits, ["model.layers.1.mlp.up_proj.weight", "float8", "not supported"]),
-        ("m2", without_heads, ["config.json", "num_attention_heads is 0"]),
+        ("m2", without_heads, ["config.json", "zero"]),
         ("m2", of_wordy_width, ["config.json", "hidden_size"]),
         ("m2", without_tokenizer, ["tokenizer"]),
     ],
