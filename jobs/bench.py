@@ -13,12 +13,11 @@ from typing import Any
 
 from jobs.bench_table import format_bench
 from jobs.cli import parse_bench
+from jobs.folders import new_folder
 from jobs.prompts import Prompt, check_lengths, read_prompts, spread
 from pipeline.admission import load_tokenizer
 from pipeline.config import BenchConfig, recipe_of
-from pipeline.errors import InputError
 from pipeline.sources import check_source
-from pipeline.storage import is_writable
 from quant.checkpoint import open_checkpoint
 from quant.convert import check_precision
 from quant.hub import find_checkpoint
@@ -29,7 +28,7 @@ def bench(arguments: Sequence[str]) -> int:
     config = parse_bench(arguments)
     for uri in (*config.input, *filter(None, [config.quant.calibration])):
         check_source(uri)
-    output = _check_output(config.output)
+    output = new_folder(config.output)
     folder = find_checkpoint(config.model).resolve()
     checkpoint = open_checkpoint(folder)
     for precision in config.precisions:
@@ -45,17 +44,6 @@ def bench(arguments: Sequence[str]) -> int:
     print(table)
     print(f"The numbers are in {output / 'bench.json'}, these tables in {output / 'bench.md'}.")
     return 0
-
-
-def _check_output(output: str) -> Path:
-    path = Path(output).expanduser()
-    if path.is_file():
-        raise InputError(f"output {output}: is a file, not a folder")
-    if path.is_dir() and any(path.iterdir()):
-        raise InputError(f"output {output}: is not empty")
-    if not is_writable(str(path)):
-        raise InputError(f"output {output}: cannot be written to")
-    return path.absolute()
 
 
 def _in_a_process_of_its_own(

@@ -10,13 +10,13 @@ from typing import Any
 
 from jobs.cli import parse_quantize, say
 from jobs.evaluate import evaluate
+from jobs.folders import new_folder
 from jobs.prompts import check_lengths, read_prompts
 from pipeline.admission import load_tokenizer
 from pipeline.calibration import read_calibration
 from pipeline.config import QuantizeConfig
 from pipeline.errors import InputError
 from pipeline.sources import check_source
-from pipeline.storage import is_local, is_writable
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.compressed import partial_folder, read_report
 from quant.errors import CheckpointError
@@ -37,7 +37,7 @@ def quantize(arguments: Sequence[str]) -> int:
     config = parse_quantize(arguments)
     for uri in (*config.evaluate, *filter(None, [config.quant.calibration])):
         check_source(uri)
-    output = _check_output(config.output)
+    output = new_folder(config.output)
     folder = find_checkpoint(config.model).resolve()
     checkpoint = open_checkpoint(folder)
     if checkpoint.is_quantized:
@@ -61,19 +61,6 @@ def quantize(arguments: Sequence[str]) -> int:
     if prompts:
         evaluate(config, checkpoint, tokenizer, prompts, output)
     return 0
-
-
-def _check_output(output: str) -> Path:
-    if not is_local(output):
-        raise InputError(f"output {output}: must be a folder of this machine")
-    path = Path(output).expanduser()
-    if path.is_file():
-        raise InputError(f"output {output}: is a file, not a folder")
-    if path.is_dir() and any(path.iterdir()):
-        raise InputError(f"output {output}: is not empty")
-    if not is_writable(str(path)):
-        raise InputError(f"output {output}: cannot be written to")
-    return path.resolve()
 
 
 def _convert(config: QuantizeConfig, checkpoint: Checkpoint, tokenizer: Any, output: Path) -> None:

@@ -21,7 +21,7 @@ from workers.backend import KVCache, Linear, LinearWeights, StepBatch
 from workers.cpu import CpuBackend
 from workers.model import TargetModel
 
-_REPEATS = 7
+_LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 3, 7, 10.0
 _DECODE_ROWS = (1, 4, 16, 32)
 _CONTEXT, _CONTEXT_ROWS = 500, 16
 _PROMPT, _CHUNK = 1000, 512
@@ -52,8 +52,11 @@ def _measure(
 ) -> dict[str, float]:
     raw, matrix, step = [], [], []
     products = [product for batch in batches for product in backend.products(batch)]
-    for repeat in range(_REPEATS + 1):
+    until = time.perf_counter() + _SECONDS
+    for repeat in range(_MOST_REPEATS + 1):
         started = time.perf_counter()
+        if repeat > _LEAST_REPEATS and started > until:
+            break
         for product in products:
             product()
         between = time.perf_counter()

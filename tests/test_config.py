@@ -28,7 +28,7 @@ def test_defaults_are_the_documented_ones() -> None:
     sampling = config.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (256, 0, 1)
     assert (sampling.n, sampling.seed) == (1, None)
-    assert (config.engine.proposer, config.engine.num_speculative_tokens) == ("ngram", 5)
+    assert (config.engine.proposer, config.engine.num_speculative_tokens) == ("suffix", 5)
     assert (config.engine.max_num_seqs, config.cluster.num_workers) == (16, 1)
     assert (config.quant.precision, config.data.limit) == ("w8a8", None)
 

@@ -74,7 +74,7 @@ class EngineConfig(BaseModel):
         ge=2,
         description="Longest prompt plus answer, in tokens; None: the model's own limit.",
     )
-    proposer: ProposerName = Field("ngram", description="Where drafts come from.")
+    proposer: ProposerName = Field("suffix", description="Where drafts come from.")
     num_speculative_tokens: int = Field(5, ge=0, le=64, description="Most tokens drafted per step.")
     draft_lengths: DraftLengths = Field(
         "budget",

@@ -19,7 +19,7 @@ from workers.model import TargetModel
 
 _LOGGER = logging.getLogger(__name__)
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_SECONDS = 4.0
+_SECONDS = 3.0
 _POSITIONS = 16  # A row of the passes that are measured.
 
 

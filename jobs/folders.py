@@ -1,0 +1,20 @@
+"""Folders that a command makes."""
+
+from pathlib import Path
+
+from pipeline.errors import InputError
+from pipeline.storage import is_local, is_writable
+
+
+def new_folder(output: str) -> Path:
+    """The folder of this name, which can be written and holds nothing; raises InputError otherwise."""
+    if not is_local(output):
+        raise InputError(f"output {output}: must be a folder of this machine")
+    path = Path(output).expanduser()
+    if path.is_file():
+        raise InputError(f"output {output}: is a file, not a folder")
+    if path.is_dir() and any(path.iterdir()):
+        raise InputError(f"output {output}: is not empty")
+    if not is_writable(str(path)):
+        raise InputError(f"output {output}: cannot be written to")
+    return path.resolve()
