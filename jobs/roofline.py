@@ -18,7 +18,7 @@ from quant.convert import Piece
 from quant.int8 import PACK_N, PACK_STEP
 from workers import matmul, tiles
 from workers.backend import KVCache, Linear, LinearWeights, StepBatch
-from workers.cpu import CpuBackend
+from workers.cpu import CpuBackend, uses_vnni
 from workers.model import TargetModel
 
 _LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 3, 7, 10.0
@@ -160,8 +160,10 @@ def _product(weights: LinearWeights, num_tokens: int) -> Callable[[], None]:
     padded = -(-num_outputs // PACK_N) * PACK_N
     num_inputs = weights.weight.numel() // padded
     assert num_inputs % PACK_STEP == 0
-    codes = np.ones((num_tokens, num_inputs), np.int16)
+    in_vnni = uses_vnni(weights)
+    kernel = matmul.matmul_vnni if in_vnni else matmul.matmul_int8
+    codes = np.ones((num_tokens, num_inputs), np.int8 if in_vnni else np.int16)
     scale_T, vector = np.ones(num_tokens, np.float32), np.ones(padded, np.float32)
     out = np.empty((num_tokens, num_outputs), np.float32)
     address = weights.weight.contiguous().data_ptr()
-    return lambda: matmul.matmul_int8(codes, scale_T, address, vector, vector, False, out)
+    return lambda: kernel(codes, scale_T, address, vector, vector, False, out)

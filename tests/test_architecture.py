@@ -34,11 +34,12 @@ DOORS = {
     "numba": {
         "workers/jit.py",
         "workers/tiles.py",
+        "workers/vnni.py",
         "workers/kernels.py",
         "workers/matmul.py",
         "workers/actor.py",
     },
-    "llvmlite": {"workers/tiles.py", "workers/kernels.py", "workers/actor.py"},
+    "llvmlite": {"workers/tiles.py", "workers/vnni.py", "workers/kernels.py", "workers/actor.py"},
     "safetensors": {"quant/checkpoint.py", "quant/compressed.py"},
     "rich": {"jobs"},
     "yaml": {"jobs", "pipeline/config.py"},

@@ -137,8 +137,11 @@ class Engine:
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise SystemExit(f"{self.name}: ended; its messages are above") from None
 
 
 def format_runs(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> str:

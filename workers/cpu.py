@@ -6,16 +6,18 @@ given is contiguous: numba compiles each memory layout on its own, and two layou
 alike, so a view that is contiguous for one token and not for two would depend on its company.
 """
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
 
 from quant.architecture import Architecture
-from quant.int8 import PACK_N
-from workers import kernels, matmul, tiles
+from quant.int8 import MAX_CODE, PACK_N, pack
+from workers import kernels, matmul, tiles, vnni
 from workers.backend import (
     Attention,
     Heads,
@@ -26,6 +28,7 @@ from workers.backend import (
     TorchBackend,
 )
 
+_LOGGER = logging.getLogger(__name__)
 _NO_GAIN = np.empty(0, np.float32)
 
 
@@ -125,11 +128,32 @@ class _Int8Linear(_CpuLinear):
         self._scale = _padded_vector(weights.scale_N, self.num_outputs)
         self._bias = _padded_vector(weights.bias_N, self.num_outputs)
         self._max_code = weights.max_code
+        self._kernel = matmul.linear_vnni if uses_vnni(weights) else matmul.linear_int8
 
     def _run(self, x_TK: np.ndarray, out_TN: np.ndarray, *, add: bool) -> None:
-        matmul.linear_int8(
-            x_TK, self._max_code, self._address, self._scale, self._bias, add, out_TN
-        )
+        self._kernel(x_TK, self._max_code, self._address, self._scale, self._bias, add, out_TN)
+
+
+def uses_vnni(weights: LinearWeights) -> bool:
+    """Whether a linear's products are done by AVX512-VNNI's instructions."""
+    return weights.scale_N is not None and weights.max_code <= MAX_CODE and _vnni_is_exact()
+
+
+@cache
+def _vnni_is_exact() -> bool:
+    """Whether this CPU has these instructions, and they give the sums they should."""
+    if not vnni.HAS_VNNI:
+        return False
+    weight = torch.full((PACK_N, 64), -128, dtype=torch.int8)
+    weight[::2] = MAX_CODE
+    packed, ones = pack(weight), np.ones(PACK_N, np.float32)
+    codes, got = np.full((3, 64), MAX_CODE, np.int8), np.empty((3, PACK_N), np.float32)
+    codes[1] = -MAX_CODE
+    matmul.matmul_vnni(codes, ones[:3], packed.data_ptr(), ones, 0 * ones, False, got)
+    exact = np.array_equal(got, codes.astype(np.float32) @ weight.numpy().T.astype(np.float32))
+    if not exact:
+        _LOGGER.warning("AVX512-VNNI gives wrong sums here and is not used")
+    return exact
 
 
 class _Bf16Linear(_CpuLinear):

@@ -13,9 +13,8 @@ import numba
 from quant import int8
 from quant.cache import cache_folder
 
-_SOURCES = [
-    Path(__file__).with_name(name) for name in ("jit.py", "kernels.py", "matmul.py", "tiles.py")
-] + [Path(int8.__file__)]
+_NAMES = ("jit.py", "kernels.py", "matmul.py", "tiles.py", "vnni.py")
+_SOURCES = [*(Path(__file__).with_name(name) for name in _NAMES), Path(int8.__file__)]
 
 
 def _digest() -> str:

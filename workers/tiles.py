@@ -30,11 +30,12 @@ assert TILE_M * TILE_N == _LANES
 _Value = Any  # llvmlite is untyped.
 
 
-def _load(b: ir.IRBuilder, address: _Value, vector: ir.VectorType) -> _Value:
+def load(b: ir.IRBuilder, address: _Value, vector: ir.VectorType) -> _Value:
+    """The vector at an address, wherever that is."""
     return b.load(b.inttoptr(address, vector.as_pointer()), align=1)
 
 
-def _prefetch(b: ir.IRBuilder, address: _Value) -> None:
+def prefetch(b: ir.IRBuilder, address: _Value) -> None:
     """Ask for the cache line at an address, which need not exist."""
     pointer = _I8.as_pointer()
     function = b.module.declare_intrinsic(
@@ -44,11 +45,12 @@ def _prefetch(b: ir.IRBuilder, address: _Value) -> None:
     b.call(function, [b.inttoptr(address, pointer), read, keep, data])
 
 
-def _store(b: ir.IRBuilder, value: _Value, address: _Value) -> None:
+def store(b: ir.IRBuilder, value: _Value, address: _Value) -> None:
+    """Write to an address of items of four bytes."""
     b.store(value, b.inttoptr(address, value.type.as_pointer()), align=4)
 
 
-def _spread(b: ir.IRBuilder, value: _Value, lanes: int) -> _Value:
+def spread(b: ir.IRBuilder, value: _Value, lanes: int) -> _Value:
     """A vector with the value in every lane."""
     vector = ir.VectorType(value.type, lanes)
     one = b.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0))
@@ -82,7 +84,8 @@ def _fma(b: ir.IRBuilder, x: _Value, y: _Value, z: _Value) -> _Value:
     return b.call(function, [x, y, z])
 
 
-def _index(value: int) -> _Value:
+def index(value: int) -> _Value:
+    """An address-sized constant."""
     return ir.Constant(_I64, value)
 
 
@@ -97,7 +100,7 @@ def _sum_lanes(b: ir.IRBuilder, vectors: list[_Value]) -> _Value:
     return vectors[0]
 
 
-class _Loop:
+class Loop:
     """A counted loop whose vectors start at zero and take a new value in every round."""
 
     def __init__(self, b: ir.IRBuilder, name: str) -> None:
@@ -106,7 +109,7 @@ class _Loop:
         b.branch(self._body)
         b.position_at_end(self._body)
         self.index = b.phi(_I64)
-        self.index.add_incoming(_index(0), self._entry)
+        self.index.add_incoming(index(0), self._entry)
 
     def zeros(self, vector: ir.VectorType) -> _Value:
         """A vector that is zero in the first round."""
@@ -116,7 +119,7 @@ class _Loop:
 
     def close(self, step: int, end: _Value, new: dict[_Value, _Value]) -> None:
         """Go round again with the new values while index + step is below end; at least one round."""
-        following = self._b.add(self.index, _index(step))
+        following = self._b.add(self.index, index(step))
         for value, new_value in [(self.index, following), *new.items()]:
             value.add_incoming(new_value, self._body)
         self._b.cbranch(self._b.icmp_signed("<", following, end), self._body, self._done)
@@ -140,23 +143,23 @@ def _int8_tile(num_m: int) -> Any:
 
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
         x, w, size_k, ahead, shift, out = args
-        loop = _Loop(b, "int8")
+        loop = Loop(b, "int8")
         first = [[loop.zeros(halves) for _ in range(num_groups)] for _ in range(num_m)]
         sums = [list(row) for row in first]
         for offset in range(0, PACK_STEP, PACK_K):
-            k = b.add(loop.index, _index(offset))
+            k = b.add(loop.index, index(offset))
             if offset == 0 or num_groups == PACK_N // group:
-                line = b.lshr(b.udiv(k, _index(PACK_K)), shift)
-                _prefetch(b, b.add(ahead, b.mul(line, _index(PACK_N * PACK_K))))
-            cell = b.add(w, b.mul(k, _index(PACK_N)))
+                line = b.lshr(b.udiv(k, index(PACK_K)), shift)
+                prefetch(b, b.add(ahead, b.mul(line, index(PACK_N * PACK_K))))
+            cell = b.add(w, b.mul(k, index(PACK_N)))
             w_wide = [
-                b.sext(b.sext(_load(b, b.add(cell, _index(16 * g)), weights), codes), wide)
+                b.sext(b.sext(load(b, b.add(cell, index(16 * g)), weights), codes), wide)
                 for g in range(num_groups)
             ]
             for m in range(num_m):
-                at = b.add(x, b.mul(b.add(b.mul(size_k, _index(m)), k), _index(2)))
+                at = b.add(x, b.mul(b.add(b.mul(size_k, index(m)), k), index(2)))
                 quad = b.load(b.inttoptr(at, _I64.as_pointer()), align=2)
-                x_wide = b.sext(b.bitcast(_spread(b, quad, _LANES // 2), codes), wide)
+                x_wide = b.sext(b.bitcast(spread(b, quad, _LANES // 2), codes), wide)
                 for g in range(num_groups):  # A product and the sum of its pairs: pmaddwd to LLVM.
                     product = b.mul(x_wide, w_wide[g])
                     left, right = (b.shuffle_vector(product, product, p) for p in (even, odd))
@@ -166,7 +169,7 @@ def _int8_tile(num_m: int) -> Any:
         for m in range(num_m):
             for g in range(0, num_groups, 2):
                 total = _add_pairs(b, sums[m][g], sums[m][g + 1])
-                _store(b, total, b.add(out, _index(4 * (m * PACK_N + g * group))))
+                store(b, total, b.add(out, index(4 * (m * PACK_N + g * group))))
         return context.get_dummy_value()
 
     @intrinsic
@@ -191,14 +194,14 @@ def _float_tile(num_m: int) -> Any:
 
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
         x, w, size_k, out = args
-        loop = _Loop(b, "float")
+        loop = Loop(b, "float")
         first = [[loop.zeros(vector) for _ in range(TILE_N)] for _ in range(num_m)]
 
         def rows(base: _Value, count: int, size: int, lane_type: Any, offset: int) -> list[_Value]:
-            at = b.add(loop.index, _index(offset))
-            items = [b.add(b.mul(size_k, _index(i)), at) for i in range(count)]
-            addresses = [b.add(base, b.mul(item, _index(size))) for item in items]
-            return [_load(b, address, ir.VectorType(lane_type, _LANES)) for address in addresses]
+            at = b.add(loop.index, index(offset))
+            items = [b.add(b.mul(size_k, index(i)), at) for i in range(count)]
+            addresses = [b.add(base, b.mul(item, index(size))) for item in items]
+            return [load(b, address, ir.VectorType(lane_type, _LANES)) for address in addresses]
 
         sums = first
         for offset in range(0, TILE_K, _LANES):
@@ -211,7 +214,7 @@ def _float_tile(num_m: int) -> Any:
         loop.close(
             TILE_K, size_k, {first[m][n]: sums[m][n] for m in range(num_m) for n in range(TILE_N)}
         )
-        _store(b, _sum_lanes(b, [total for row in sums for total in row]), out)
+        store(b, _sum_lanes(b, [total for row in sums for total in row]), out)
         return context.get_dummy_value()
 
     @intrinsic
@@ -232,22 +235,22 @@ def _mix_tile(num_m: int) -> Any:
 
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
         weights, stride, values, size_d, count, out = args
-        loop = _Loop(b, "mix")
+        loop = Loop(b, "mix")
         sums = [[loop.zeros(vector) for _ in offsets] for _ in range(num_m)]
-        row = b.add(values, b.mul(b.mul(loop.index, size_d), _index(2)))
-        v = [_widen_bf16(b, _load(b, b.add(row, _index(2 * offset)), bits)) for offset in offsets]
+        row = b.add(values, b.mul(b.mul(loop.index, size_d), index(2)))
+        v = [_widen_bf16(b, load(b, b.add(row, index(2 * offset)), bits)) for offset in offsets]
         new = {}
         for m in range(num_m):
-            at = b.add(b.mul(stride, _index(m)), loop.index)
-            address = b.add(weights, b.mul(at, _index(4)))
-            weight = _spread(b, b.load(b.inttoptr(address, _F32.as_pointer())), _LANES)
+            at = b.add(b.mul(stride, index(m)), loop.index)
+            address = b.add(weights, b.mul(at, index(4)))
+            weight = spread(b, b.load(b.inttoptr(address, _F32.as_pointer())), _LANES)
             for total, v_lanes in zip(sums[m], v, strict=True):
                 new[total] = _fma(b, weight, v_lanes, total)
         loop.close(1, count, new)
         for m in range(num_m):
             for total, offset in zip(sums[m], offsets, strict=True):
-                at = b.add(b.mul(size_d, _index(m)), _index(offset))
-                _store(b, new[total], b.add(out, b.mul(at, _index(4))))
+                at = b.add(b.mul(size_d, index(m)), index(offset))
+                store(b, new[total], b.add(out, b.mul(at, index(4))))
         return context.get_dummy_value()
 
     @intrinsic
