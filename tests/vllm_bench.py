@@ -36,6 +36,7 @@ def main() -> int:
         "--every", type=int, default=15, help="take every so many rows of each file"
     )
     parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--alone-every", type=int, default=1, help="alone: one in so many prompts")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=16, help="of this engine, together")
@@ -53,6 +54,7 @@ def main() -> int:
         "folder": str(arguments.folder.resolve()),
         "prompts": read(arguments),
         "max_tokens": arguments.max_tokens,
+        "alone_every": arguments.alone_every,
         "batch_size": arguments.batch_size,
         "dtype": arguments.dtype,
         "head": arguments.head,
@@ -175,7 +177,8 @@ def serve(kind: str, drafts: str) -> None:
     generate, saturates = load(drafts, job)
     for line in sys.stdin:
         prompts = job["prompts"]
-        batches = [prompts] if json.loads(line) == "together" else [[p] for p in prompts]
+        together = json.loads(line) == "together"
+        batches = [prompts] if together else [[p] for p in prompts[:: job["alone_every"]]]
         started = time.perf_counter()
         num_tokens = sum(generate(batch) for batch in batches)
         seconds = time.perf_counter() - started
