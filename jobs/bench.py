@@ -91,6 +91,8 @@ def _run(
 
 def _provenance(num_threads: int) -> dict[str, Any]:
     """What the numbers were measured with."""
+    import torch
+
     from workers.step_times import device_name
 
     here = Path(__file__).parent
@@ -105,7 +107,7 @@ def _provenance(num_threads: int) -> dict[str, Any]:
     return {
         "commit": commit or None,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device_name(),
+        "device": device_name(torch.device("cpu")),
         "num_threads": num_threads,
         "num_cores": os.cpu_count(),
         "python": platform.python_version(),

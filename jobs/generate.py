@@ -38,6 +38,7 @@ def generate(arguments: Sequence[str]) -> int:
         with ThreadPoolExecutor(1) as aside:
             opening = aside.submit(_open_model, folder, config.quant)
             _start_ray()
+            _check_devices(config)
             model = opening.result()
         with _naming(config.output):
             resolved = config.to_yaml().encode()
@@ -102,6 +103,16 @@ def _open_model(folder: Path, config: QuantConfig) -> "Model":
     from jobs.run import open_model
 
     return open_model(folder, config)
+
+
+def _check_devices(config: RunConfig) -> None:
+    """Refuse what no node could ever start: Ray would wait for it."""
+    if config.cluster.device == "cuda":
+        asked, found = config.cluster.num_workers, int(ray.cluster_resources().get("GPU", 0))
+        if found < asked:
+            raise InputError(
+                f"cluster.device cuda: {asked} workers need a GPU each, and Ray knows of {found}"
+            )
 
 
 def _start_ray() -> None:

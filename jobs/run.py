@@ -165,6 +165,7 @@ def _settings(config: RunConfig, model: Model, plan: Plan, weights: WeightsRef) 
             max_model_len=max_model_len,
             tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
             num_threads=_threads_per_worker(config),
+            device=config.cluster.device,
         ),
     )
 

@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quant.config import Precision, QuantConfig
-from workers.config import EngineConfig, SamplingParams
+from workers.config import Device, EngineConfig, SamplingParams
 
 
 class DataConfig(BaseModel):
@@ -33,6 +33,9 @@ class ClusterConfig(BaseModel):
     num_workers: int = Field(1, ge=1, description="Actors, each with an engine of its own.")
     num_cpus_per_worker: int | None = Field(
         None, ge=1, description="Threads of a worker; None: an even share of the cluster's CPUs."
+    )
+    device: Device = Field(
+        "cpu", description="What a worker runs on; cuda takes one GPU each (not yet tried on one)."
     )
     weights: Literal["object_store", "file"] = Field(
         "object_store",

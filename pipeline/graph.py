@@ -98,6 +98,7 @@ def run_shards(
         ),
         # Half a CPU is left to the conversion task, should its pieces have to be made again.
         num_cpus=threads - 0.5,
+        num_gpus=1 if cluster.device == "cuda" else None,
         runtime_env={"env_vars": worker_environment(threads)},
     )
     for row in _rows(committed):
@@ -119,7 +120,9 @@ class _ShardActor:
 
     def __init__(self, weights: list[WeightsRef], settings: GenerateSettings) -> None:
         self._settings = settings
-        self._worker = Worker(lambda: start_engine(weights[0], settings.worker))
+        self._worker = Worker(
+            lambda: start_engine(weights[0], settings.worker), settings.worker.device
+        )
         self._schema = output_schema(schema_from_json(settings.carried))
         self._turn = asyncio.Lock()
 

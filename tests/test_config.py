@@ -103,6 +103,7 @@ _OTHER = {
     "cluster.num_cpus_per_worker": 1,
     "cluster.shards_per_worker": 2,
     "cluster.weights": "file",
+    "cluster.device": "cuda",
 }
 
 
@@ -306,7 +307,13 @@ def test_identity_leaves_out_what_changes_only_the_time() -> None:
         *("engine.num_speculative_tokens", "engine.prompt_lookup_max"),
         *("engine.draft_lengths", "engine.suffix_pool_tokens"),
         *("engine.prompt_lookup_min", "cluster.num_workers"),
-        *("cluster.num_cpus_per_worker", "cluster.shards_per_worker", "cluster.weights", "output"),
+        *(
+            "cluster.num_cpus_per_worker",
+            "cluster.shards_per_worker",
+            "cluster.weights",
+            "output",
+            "cluster.device",
+        ),
     }
     assert config.identity().keys() == leaves(config).keys() - timing
     for key, value in _OTHER.items():

@@ -451,6 +451,22 @@ def test_another_configuration_or_a_foreign_folder_is_refused(
     refused(*good, "--output", out / "thesis.txt", named=("thesis.txt", "file"))
 
 
+@pytest.mark.parametrize(("gpus", "workers"), [(0, 1), (1, 2)])
+def test_gpus_that_are_not_there_are_not_waited_for(
+    refused: Any,
+    tiny_checkpoint: Path,
+    one_prompt: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    workers: int,
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0, "GPU": float(gpus)})
+    rest = ("--input", one_prompt, "--output", tmp_path / "out", "--num-workers", workers)
+    given = ("--model", tiny_checkpoint, *rest, "--cluster.device", "cuda")
+    refused(*given, named=("cluster.device", f"knows of {gpus}"), ray_starts=True)
+
+
 def test_a_refused_run_does_not_claim_its_folder(
     tiny_checkpoint: Path, one_prompt: Path, tmp_path: Path
 ) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.fakes import make_model, one_thread  # noqa: F401
 from workers import step_times
-from workers.backend import KVCache, StepBatch
+from workers.backend import Backend, KVCache, StepBatch
 from workers.step_times import StepTimes, cached_step_times, measure_step_times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +31,11 @@ class TimedModel:
     def new_cache(self, num_rows: int, max_len: int) -> KVCache:
         return make_model("w8a8").new_cache(num_rows, max_len)
 
-    def forward(self, batch: StepBatch, cache: KVCache) -> None:
+    @property
+    def backend(self) -> Backend:
+        return make_model("w8a8").backend
+
+    def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         size = len(batch.token_ids)
         assert len(batch.logit_indices) == size
         assert int(batch.positions.max()) < cache.max_len
@@ -38,6 +43,7 @@ class TimedModel:
         slow = 1 if size in self.sizes else 2
         self.sizes.append(size)
         self.now += slow * (self.base + self.slope * size)
+        return torch.zeros(size, 2)
 
 
 def measure(model: TimedModel, seconds: float) -> StepTimes:

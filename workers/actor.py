@@ -17,7 +17,7 @@ import torch
 from quant.config import QuantConfig
 from quant.store import WeightsRef
 from workers.build import build_engine
-from workers.config import EngineConfig
+from workers.config import Device, EngineConfig
 from workers.engine import Engine
 from workers.model import TargetModel, build_backend
 from workers.request import Completion, Request
@@ -44,6 +44,7 @@ class WorkerSettings:
     max_model_len: int
     tokenizer_json: str
     num_threads: int
+    device: Device = "cpu"
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
@@ -69,16 +70,16 @@ def use_threads(num_threads: int, *, in_kernels: bool) -> None:
 def start_engine(weights: WeightsRef, settings: WorkerSettings) -> Engine:
     """Attach to the weights and build the engine around them, ready to run at full speed."""
     config = settings.engine
-    reference = settings.quant.precision in ("float32", "float64")
-    use_threads(settings.num_threads, in_kernels=not reference)
+    own_kernels = settings.device == "cpu" and settings.quant.precision in ("w8a8", "bf16")
+    use_threads(settings.num_threads, in_kernels=own_kernels)
     model = TargetModel(
         weights.architecture,
         weights.attach(),
-        build_backend(settings.quant.precision),
+        build_backend(settings.quant.precision, settings.device),
         settings.max_model_len,
     )
     model.warm_up()
-    if not reference:
+    if own_kernels:
         _check_threads()
     times = None
     if config.has_budget:
@@ -99,12 +100,13 @@ def _check_threads() -> None:
 class Worker:
     """Runs an engine on a background thread; callers submit requests and await completions."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Engine], device: Device = "cpu") -> None:
         """Start building the engine, on the thread that will run it; returns at once.
 
         Every thread that runs a kernel gets an OpenMP pool of its own, and once the pools hold more
         threads than there are cores, all of them sleep between kernels.
         """
+        self._device = device
         self._inbox: queue.SimpleQueue[tuple[Sequence[Request], _Mailbox]] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}  # By the identity of the request.
         thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
@@ -113,7 +115,7 @@ class Worker:
     @property
     def device(self) -> str:
         """What the engine runs on, for the rows it answers."""
-        return f"cpu:{os.uname().nodename}"
+        return f"{self._device}:{os.uname().nodename}"
 
     def submit(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         """Queue requests behind those already submitted; yields a completion for each, as they finish.

@@ -8,7 +8,9 @@ Legend: T tokens of a pass, H query heads, G key/value heads, D head size, K inp
 J width of a fused projection, L positions of a cache row, R rows of the cache.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -126,6 +128,24 @@ class StepBatch:
     positions: torch.Tensor
     logit_indices: torch.Tensor
 
+    def to(self, device: torch.device) -> "StepBatch":
+        """The pass on a device."""
+        if self.rows.device == device:
+            return self
+        columns = (self.token_ids, self.rows, self.positions, self.logit_indices)
+        return StepBatch(*(column.to(device) for column in columns))
+
+    @cached_property
+    def windows(self) -> list[torch.Tensor]:
+        """The tokens by row: for each number n of tokens that rows have, [rows, n] indices of tokens."""
+        of_row: defaultdict[int, list[int]] = defaultdict(list)
+        for token, row in enumerate(self.rows.tolist()):
+            of_row[row].append(token)
+        of_length: defaultdict[int, list[list[int]]] = defaultdict(list)
+        for tokens in of_row.values():
+            of_length[len(tokens)].append(tokens)
+        return [torch.tensor(group, device=self.rows.device) for group in of_length.values()]
+
 
 class Attention(Protocol):
     """The attention of one layer on its device."""
@@ -167,7 +187,7 @@ class TorchBackend:
 
     def linear(self, weights: LinearWeights) -> Linear:
         """Prepare a linear; int8 products are summed exactly (in float64)."""
-        return _TorchLinear(weights, self)
+        return TorchLinear(weights, self)
 
     def attention(self, heads: Heads) -> Attention:
         """Prepare a layer's attention."""
@@ -178,7 +198,9 @@ class TorchBackend:
         return _empty_cache(architecture, num_rows, max_len, self.dtype, self.device)
 
 
-class _TorchLinear:
+class TorchLinear:
+    """A linear in plain torch, and what is fused with it."""
+
     def __init__(self, weights: LinearWeights, backend: TorchBackend) -> None:
         self._dtype, self._max_code = backend.dtype, weights.max_code
         self._scale_N = None if weights.scale_N is None else weights.scale_N.to(backend.device)
@@ -191,6 +213,7 @@ class _TorchLinear:
             self._weight_NK = unpack(self._weight_NK, num_outputs, num_inputs).double()
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
         if self._scale_N is None:
             y_TN = F.linear(x_TK.to(self._weight_NK.dtype), self._weight_NK).to(self._dtype)
         else:
@@ -201,12 +224,15 @@ class _TorchLinear:
         return y_TN if self._bias_N is None else y_TN + self._bias_N
 
     def of_norm(self, x_TK: torch.Tensor, gain_K: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Linear`."""
         return self(rms_norm(x_TK, gain_K, eps))
 
     def add_to_(self, x_TN: torch.Tensor, h_TK: torch.Tensor) -> None:
+        """See `Linear`."""
         x_TN += self(h_TK)
 
     def add_silu_to_(self, x_TN: torch.Tensor, gate_up_TJ: torch.Tensor) -> None:
+        """See `Linear`."""
         gate_TK, up_TK = gate_up_TJ.chunk(2, dim=-1)
         x_TN += self(F.silu(gate_TK) * up_TK)
 

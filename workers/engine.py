@@ -222,7 +222,10 @@ class Engine:
             wanted += range(len(token_ids) - window.num_logits, len(token_ids))
         columns = (token_ids, rows, positions, wanted)
         batch = StepBatch(*(torch.tensor(column, dtype=torch.int64) for column in columns))
-        return StepLogits(self._model.forward(batch, self._cache).numpy(force=True))
+        logits_nV = self._model.forward(batch, self._cache)
+        if logits_nV.dtype == torch.bfloat16:  # numpy has no such type.
+            logits_nV = logits_nV.float()
+        return StepLogits(logits_nV.numpy(force=True))
 
     def _accept(self, window: _Window, logits: StepLogits, at: int) -> None:
         """Take over what the pass says about one row, and roll its cache back to that."""

@@ -28,7 +28,9 @@ from workers.backend import (
     StepBatch,
     TorchBackend,
 )
+from workers.config import Device
 from workers.cpu import CpuBackend
+from workers.cuda import CudaBackend
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class TargetModel:
             Logits [n, V] of the tokens `batch.logit_indices` names, in the backend's dtype.
         """
         eps = self.architecture.norm_eps
+        batch = batch.to(self.backend.device)
         x_TC = self._embed(batch.token_ids)
         for layer in self._layers:
             qkv_TJ = layer.qkv.of_norm(x_TC, layer.input_norm, eps)
@@ -127,13 +130,13 @@ class TargetModel:
         return dequantize_rows(rows, self._embedding_scale[token_ids]).to(self.backend.dtype)
 
 
-def build_backend(precision: Precision) -> Backend:
-    """The CPU backend for the working precisions, plain torch for the float references."""
+def build_backend(precision: Precision, device: Device = "cpu") -> Backend:
+    """The device's backend for the working precisions, plain torch for the float references."""
     if precision == "float64":
-        return TorchBackend(torch.float64)
+        return TorchBackend(torch.float64, device)
     if precision == "float32":
-        return TorchBackend(torch.float32)
-    return CpuBackend()
+        return TorchBackend(torch.float32, device)
+    return CudaBackend(device=device) if device == "cuda" else CpuBackend()
 
 
 def _tensor(piece: Piece, name: str, backend: Backend) -> torch.Tensor:
