@@ -23,6 +23,8 @@ def format_bench(report: dict[str, Any]) -> str:
         sections += ["## By task, one row at a time", tasks]
     if report["roofline"]:
         sections += ["## Against the raw kernels", _roofline(report["roofline"])]
+    if report["samples"]:
+        sections += ["## Samples of one prompt", _samples(report["samples"])]
     return "\n\n".join(sections) + "\n"
 
 
@@ -182,6 +184,14 @@ def _roofline(records: _Runs) -> str:
     ]
     head = ["pass", "raw, ms", "linears, ms", "whole pass, ms", "raw / linears", "raw / pass"]
     return _table(head, rows)
+
+
+def _samples(found: dict[str, Any]) -> str:
+    return (
+        f"{found['num_samples']} samples of a prompt of {found['prompt_tokens']} tokens, "
+        f"{found['answer_tokens']} new ones each: {found['shared_seconds']:.1f} s; as many "
+        f"separate prompts: {found['separate_seconds']:.1f} s, {found['ratio']:.2f} times as long."
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,6 +14,7 @@ import torch
 from jobs.cli import say
 from jobs.prompts import Prompt
 from jobs.roofline import measure_roofline
+from jobs.samples import MAX_LEN, measure_samples
 from pipeline.admission import load_tokenizer
 from pipeline.calibration import read_calibration
 from pipeline.config import BenchConfig, engine_config, recipe_of
@@ -63,6 +64,9 @@ def measure(
     pieces = {p: _load(checkpoint, recipe_of(config, p), tokenizer) for p in config.precisions}
     use_threads(num_threads, in_kernels=True)
     longest = max(len(prompt.token_ids) for prompt in prompts) + config.max_tokens
+    longest = max(longest, MAX_LEN)
+    text = TokenizerText(tokenizer.backend_tokenizer.to_str())
+    samples: dict[str, Any] | None = None
     models: dict[Precision, Measured] = {}
     roofline: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -74,10 +78,12 @@ def measure(
         if "w8a8" in pieces:
             say("comparing passes with the raw kernels")
             roofline = measure_roofline(checkpoint.architecture, pieces["w8a8"])
-    text = TokenizerText(tokenizer.backend_tokenizer.to_str())
+            say("comparing samples of one prompt with separate prompts")
+            samples = measure_samples(models["w8a8"].model, text)
     return {
         "step_times": {precision: asdict(m.times) for precision, m in models.items()},
         "roofline": roofline,
+        "samples": samples,
         "runs": list(run_arms(config, prompts, models, text)),
     }
 

@@ -132,6 +132,14 @@ def report(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "config": {"model": "/models/tiny", "max_tokens": 5, "num_repeats": 3},
         "prompts": [{"task": "chat", "num_tokens": 7}, {"task": "code", "num_tokens": 8}],
         "roofline": [record | {"step_seconds": 0.004, "raw_of_matrix": 0.5, "raw_of_step": 0.25}],
+        "samples": {
+            "num_samples": 8,
+            "prompt_tokens": 500,
+            "answer_tokens": 64,
+            "separate_seconds": 9.0,
+            "shared_seconds": 3.0,
+            "ratio": 2.9,
+        },
         "runs": runs,
     }
 
@@ -165,7 +173,7 @@ class TestTables:
 
     def test_time_acceptance_tasks_and_roofline(self) -> None:
         table = format_bench(report([run(0, "none", 10), run(0, "ngram:5", 20)]))
-        _, _, phases, acceptance, tasks, roofline = table.split("## ")
+        _, _, phases, acceptance, tasks, roofline, samples = table.split("## ")
         assert cells(phases, "0", "1", "w8a8", "none") == [
             *("10.0", "50.0%", "25.0%", "0.0%", "0.0%", "25.0%")
         ]
@@ -174,6 +182,7 @@ class TestTables:
         ]
         assert "none" not in acceptance
         assert cells(tasks, "0", "w8a8", "ngram:5") == ["20.0 (2.00)", "20.0 (2.00)"]
+        assert "3.0 s; as many separate prompts: 9.0 s, 2.90 times" in samples
         assert cells(roofline, "decode, 1 rows") == ["1.0", "2.0", "4.0", "50%", "25%"]
 
     def test_rows_that_share_their_time_have_no_speed_of_their_own(self) -> None:
@@ -204,6 +213,7 @@ def test_a_whole_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
     by_drafts = {record["arm"]["drafts"]: record["stats"] for record in made["runs"]}
     assert by_drafts["ngram:3"]["num_draft_tokens"] > 0
     assert {row["pass"] for row in made["roofline"]} >= {"decode, 16 rows", "prefill, 1000 tokens"}
+    assert made["samples"]["ratio"] > 1
     assert set(made["step_times"]) == {"bf16", "w8a8"}
     table = (tmp_path / "out" / "bench.md").read_text(encoding="utf-8")
     assert table.strip() in result.stdout

@@ -60,12 +60,14 @@ class _Int8Linear(TorchLinear):
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         codes_TK, scale_T = quantize_rows(x_TK, self._max_code)
-        if self._max_code <= MAX_CODE:
-            sums_TN = self._sums(codes_TK)
-        else:  # Codes of up to 15 bits, as a high and a low byte.
-            low_TK = (codes_TK + 128) % _BYTE - 128
-            high_TK = (codes_TK - low_TK) // _BYTE
-            sums_TN = self._sums(high_TK) * _BYTE + self._sums(low_TK)
+        left_TK, reach, factor = codes_TK.int(), MAX_CODE, 1
+        low_TK = (left_TK + 128) % _BYTE - 128  # Codes of more than 8 bits, byte by byte.
+        sums_TN = self._sums(low_TK)
+        while reach < self._max_code:
+            left_TK = (left_TK - low_TK) // _BYTE
+            low_TK = (left_TK + 128) % _BYTE - 128
+            reach, factor = reach * _BYTE + MAX_CODE, factor * _BYTE
+            sums_TN = sums_TN + self._sums(low_TK) * factor
         y_TN = (sums_TN.float() * self._scales_N * scale_T[:, None]).to(self._dtype)
         return y_TN if self._bias_N is None else y_TN + self._bias_N
 
