@@ -17,7 +17,11 @@ from workers.cuda import CudaBackend
 from workers.model import TargetModel
 from workers.step_times import StepTimes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# float64 activations meet float32 gains: torch says once that it takes the slower way.
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
 ON_GPU = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 )
