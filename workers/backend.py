@@ -195,7 +195,10 @@ class TorchBackend:
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
         """Allocate a cache in the compute dtype."""
-        return _empty_cache(architecture, num_rows, max_len, self.dtype, self.device)
+        a = architecture
+        shape = (a.num_layers, num_rows, a.num_kv_heads, max_len, a.head_dim)
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return KVCache(keys, values)
 
 
 class TorchLinear:
@@ -284,21 +287,3 @@ def _attend_row(
         mask_nL &= keys_at > positions_n[:, None] - window
     q_HnD = q_nHD.transpose(0, 1)
     return F.scaled_dot_product_attention(q_HnD, k_HLD, v_HLD, attn_mask=mask_nL).transpose(0, 1)
-
-
-def _empty_cache(
-    architecture: Architecture,
-    num_rows: int,
-    max_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
-    shape = (
-        architecture.num_layers,
-        num_rows,
-        architecture.num_kv_heads,
-        max_len,
-        architecture.head_dim,
-    )
-    keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    return KVCache(keys, values)
