@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
-from jobs.cli import parse_quantize, parse_run
+from jobs.cli import parse_bench, parse_quantize, parse_run
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -55,6 +55,8 @@ def test_every_command_line_in_the_readme_is_understood() -> None:
             parse_run(arguments[1:])
         elif arguments[0] == "quantize":
             parse_quantize(arguments[1:])
+        elif arguments[0] == "bench":
+            parse_bench(arguments[1:])
         else:
             assert arguments[0] == "demo", arguments
             needed = ["--model", "m", "--input", "i", "--output", "o"]
