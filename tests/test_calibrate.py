@@ -38,8 +38,9 @@ from tests.tiny import (
     prefill,
     reference_logits,
 )
-from workers.backend import Backend, TorchBackend
+from workers.backend import Backend
 from workers.cpu import CpuBackend
+from workers.torch_backend import TorchBackend
 
 GROUPS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -34,7 +34,7 @@ from tests.tiny import (
     reference_logits,
     tiny_tokenizer,
 )
-from workers.backend import TorchBackend
+from workers.torch_backend import TorchBackend
 
 RTN = QuantConfig(recipe="rtn")
 GROUPS = {

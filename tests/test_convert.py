@@ -30,7 +30,8 @@ from tests.tiny import (
     riffle,
     run_passes,
 )
-from workers.backend import KVCache, StepBatch, TorchBackend
+from workers.backend import KVCache, StepBatch
+from workers.torch_backend import TorchBackend
 
 LENGTHS = (37, 8, 1, 22)
 FUSED = {

@@ -9,13 +9,14 @@ import torch
 from quant.int8 import max_activation_code, pack
 from tests.fakes import TINY, make_engine, make_pieces, make_requests, one_thread  # noqa: F401
 from tests.reference import reference_answer
-from workers.backend import LinearWeights, StepBatch, TorchBackend
+from workers.backend import LinearWeights, StepBatch
 from workers.budget import DraftBudget
 from workers.build import build_proposer
 from workers.config import EngineConfig
 from workers.cuda import CudaBackend
 from workers.model import TargetModel
 from workers.step_times import StepTimes
+from workers.torch_backend import TorchBackend
 
 # float64 activations meet float32 gains: torch says once that it takes the slower way.
 pytestmark = [

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from quant.int8 import dequantize_rows, max_activation_code, pack, quantize_rows, unpack
 from tests.tiny import num_threads
 from workers import kernels
-from workers.backend import LinearWeights, TorchBackend
+from workers.backend import LinearWeights
 from workers.cpu import CpuBackend
+from workers.torch_backend import TorchBackend
 
 INT32_MAX = 2147483647
 ROW_COUNTS = (1, 2, 3, 4, 5, 16, 33, 64, 65, 130)

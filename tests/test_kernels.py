@@ -15,16 +15,9 @@ from quant.decoder import rotate as rotate_by_torch
 from quant.int8 import pack, quantize_rows
 from tests.tiny import num_threads
 from workers import kernels
-from workers.backend import (
-    Attention,
-    Heads,
-    KVCache,
-    Linear,
-    LinearWeights,
-    StepBatch,
-    TorchBackend,
-)
+from workers.backend import Attention, Heads, KVCache, Linear, LinearWeights, StepBatch
 from workers.cpu import CpuBackend
+from workers.torch_backend import TorchBackend
 
 BACKEND = CpuBackend()
 MANY = settings(

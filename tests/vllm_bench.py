@@ -107,6 +107,7 @@ class Engine:
         from workers.actor import worker_environment
 
         self.name, self.saturates = f"{kind} {drafts}", False
+        self._job: dict[str, Any] | None = job  # Until it has been sent.
         environment = worker_environment(os.cpu_count() or 1)
         environment["PYTHONPATH"] = str(Path(__file__).parents[1])
         if kind == "vllm":  # The allocator's settings alone: its threads are its own.
@@ -118,10 +119,12 @@ class Engine:
             text=True,
             env=os.environ | environment,
         )
-        self._send(job)
 
     def run(self, mode: str) -> dict[str, Any]:
         """All prompts once."""
+        if self._job is not None:
+            self._send(self._job)
+            self._job = None
         self._send(mode)
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -112,9 +112,8 @@ class DraftBudget:
             return [0] * len(rows)
         num_rows = len(rows)
         costs_k = self._times(num_rows + np.arange(len(owners) + 1))
-        best = np.sort(chances)[::-1].cumsum()
-        seconds_per_token = float(np.min(costs_k[1:] / (num_rows + best)))
-        seconds_per_token = min(seconds_per_token, float(costs_k[0]) / num_rows)
+        best_k = np.concatenate([[0.0], np.sort(chances)[::-1].cumsum()])
+        seconds_per_token = float(np.min(costs_k / (num_rows + best_k)))
         if num_waiting:
             worth = chances * seconds_per_token
         else:

@@ -18,15 +18,8 @@ import torch
 from quant.architecture import Architecture
 from quant.int8 import MAX_CODE, PACK_N, pack
 from workers import kernels, matmul, tiles, vnni
-from workers.backend import (
-    Attention,
-    Heads,
-    KVCache,
-    Linear,
-    LinearWeights,
-    StepBatch,
-    TorchBackend,
-)
+from workers.backend import Attention, Heads, KVCache, Linear, LinearWeights, StepBatch
+from workers.torch_backend import TorchBackend
 
 _LOGGER = logging.getLogger(__name__)
 _NO_GAIN = np.empty(0, np.float32)

@@ -13,18 +13,9 @@ K inputs, N outputs, L positions.
 import torch
 import torch.nn.functional as F
 
-from quant.decoder import rms_norm, rotate
-from quant.int8 import MAX_CODE, quantize_rows
-from workers.backend import (
-    Attention,
-    Heads,
-    KVCache,
-    Linear,
-    LinearWeights,
-    StepBatch,
-    TorchBackend,
-    TorchLinear,
-)
+from quant.int8 import MAX_CODE
+from workers.backend import Attention, Heads, Linear, LinearWeights, StepBatch
+from workers.torch_backend import TorchAttention, TorchBackend, TorchLinear
 
 _LEAST_ROWS = 32  # torch._int_mm wants more than 16 on CUDA.
 _BLOCK_L = 64  # Keys are read in whole blocks, so that few shapes occur.
@@ -47,72 +38,51 @@ class CudaBackend(TorchBackend):
 
 
 class _Int8Linear(TorchLinear):
-    def __init__(self, weights: LinearWeights, backend: TorchBackend) -> None:
-        assert weights.scale_N is not None
-        self._dtype, self._max_code = backend.dtype, weights.max_code
-        self._scales_N = weights.scale_N.to(backend.device)
-        self._bias_N = None
-        if weights.bias_N is not None:
-            self._bias_N = weights.bias_N.to(backend.device, backend.dtype)
-        # Outputs and inputs keep their padding: the operator wants multiples of 8.
-        packed = weights.weight.to(backend.device)
-        self._weight_NK = packed.transpose(1, 2).flatten(2, 3).flatten(0, 1).contiguous()
+    def _unpacked(self, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        """In int8; outputs and inputs keep their padding, as the operator wants multiples of 8."""
+        self._num_outputs = num_outputs
+        return packed.transpose(1, 2).flatten(2, 3).flatten(0, 1).contiguous()
 
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        codes_TK, scale_T = quantize_rows(x_TK, self._max_code)
+    def _sums(self, codes_TK: torch.Tensor) -> torch.Tensor:
+        """Exact int32 sums; codes of more than 8 bits go byte by byte."""
         left_TK, reach, factor = codes_TK.int(), MAX_CODE, 1
-        low_TK = (left_TK + 128) % _BYTE - 128  # Codes of more than 8 bits, byte by byte.
-        sums_TN = self._sums(low_TK)
+        low_TK = (left_TK + 128) % _BYTE - 128
+        sums_TN = self._byte_sums(low_TK)
         while reach < self._max_code:
             left_TK = (left_TK - low_TK) // _BYTE
             low_TK = (left_TK + 128) % _BYTE - 128
             reach, factor = reach * _BYTE + MAX_CODE, factor * _BYTE
-            sums_TN = sums_TN + self._sums(low_TK) * factor
-        y_TN = (sums_TN.float() * self._scales_N * scale_T[:, None]).to(self._dtype)
-        return y_TN if self._bias_N is None else y_TN + self._bias_N
+            sums_TN = sums_TN + self._byte_sums(low_TK) * factor
+        return sums_TN
 
-    def _sums(self, codes_TK: torch.Tensor) -> torch.Tensor:
-        """Exact int32 sums [T, N]."""
+    def _byte_sums(self, codes_TK: torch.Tensor) -> torch.Tensor:
         num_tokens, num_inputs = codes_TK.shape
         rows = max(_LEAST_ROWS, -(-num_tokens // 8) * 8)
         missing = 0, self._weight_NK.shape[1] - num_inputs, 0, rows - num_tokens
         padded = F.pad(codes_TK.to(torch.int8), missing)
         sums: torch.Tensor = torch._int_mm(padded, self._weight_NK.T)
-        return sums[:num_tokens, : len(self._scales_N)]
+        return sums[:num_tokens, : self._num_outputs]
 
 
-class _GroupedAttention:
+class _GroupedAttention(TorchAttention):
     """Rows with as many queries are attended together, their keys padded to the longest row's."""
 
-    def __init__(self, heads: Heads) -> None:
-        self._heads = heads
-
-    def __call__(self, qkv_TJ: torch.Tensor, cache: KVCache, batch: StepBatch) -> torch.Tensor:
-        heads, num_kv_heads = self._heads, cache.keys.shape[2]
-        all_THD = qkv_TJ.unflatten(1, (-1, heads.head_dim))
-        num_heads = all_THD.shape[1] - 2 * num_kv_heads
-        q_THD, k_TGD, v_TGD = all_THD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if heads.q_gain is not None:
-            q_THD = rms_norm(q_THD, heads.q_gain, heads.eps)
-        if heads.k_gain is not None:
-            k_TGD = rms_norm(k_TGD, heads.k_gain, heads.eps)
-        cos, sin = heads.cos[batch.positions], heads.sin[batch.positions]
-        q_THD, k_TGD = rotate(q_THD, cos, sin), rotate(k_TGD, cos, sin)
-        keys_RGLD, values_RGLD = cache.keys[heads.layer], cache.values[heads.layer]
-        keys_RGLD[batch.rows, :, batch.positions] = k_TGD.to(keys_RGLD.dtype)
-        values_RGLD[batch.rows, :, batch.positions] = v_TGD.to(values_RGLD.dtype)
+    def _attend(
+        self,
+        q_THD: torch.Tensor,
+        keys_RGLD: torch.Tensor,
+        values_RGLD: torch.Tensor,
+        batch: StepBatch,
+    ) -> torch.Tensor:
         out_THD = torch.empty_like(q_THD)
         for tokens_Rn in batch.windows:
-            out_THD[tokens_Rn] = self._attend(
-                q_THD[tokens_Rn],
-                batch.positions[tokens_Rn],
-                batch.rows[tokens_Rn[:, 0]],
-                keys_RGLD,
-                values_RGLD,
+            rows_R = batch.rows[tokens_Rn[:, 0]]
+            out_THD[tokens_Rn] = self._attend_rows(
+                q_THD[tokens_Rn], batch.positions[tokens_Rn], rows_R, keys_RGLD, values_RGLD
             )
-        return out_THD.flatten(1)
+        return out_THD
 
-    def _attend(
+    def _attend_rows(
         self,
         q_RnHD: torch.Tensor,
         positions_Rn: torch.Tensor,

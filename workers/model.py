@@ -18,19 +18,11 @@ from quant.config import Precision
 from quant.convert import Piece, to_torch
 from quant.decoder import rotary_table
 from quant.int8 import MAX_CODE, dequantize_rows
-from workers.backend import (
-    Attention,
-    Backend,
-    Heads,
-    KVCache,
-    Linear,
-    LinearWeights,
-    StepBatch,
-    TorchBackend,
-)
+from workers.backend import Attention, Backend, Heads, KVCache, Linear, LinearWeights, StepBatch
 from workers.config import Device
 from workers.cpu import CpuBackend
 from workers.cuda import CudaBackend
+from workers.torch_backend import TorchBackend
 
 
 @dataclass(frozen=True)
