@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from jobs.bench_table import format_bench
-from jobs.cli import parse_bench
+from jobs.cli import parse_bench, say
 from jobs.folders import new_folder
 from jobs.prompts import Prompt, check_lengths, read_prompts, spread
 from pipeline.admission import load_tokenizer
@@ -20,7 +21,10 @@ from pipeline.config import BenchConfig, recipe_of
 from pipeline.sources import check_source
 from quant.checkpoint import open_checkpoint
 from quant.convert import check_precision
+from quant.errors import CheckpointError
 from quant.hub import find_checkpoint
+
+_BAD_INPUT = 2  # Exit code.
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -37,7 +41,8 @@ def bench(arguments: Sequence[str]) -> int:
     found = [prompt for uri in config.input for prompt in read_prompts(uri, tokenizer, "input")]
     prompts = spread(found, config.num_prompts)
     check_lengths(prompts, config.max_tokens, checkpoint.architecture.max_position_embeddings)
-    _in_a_process_of_its_own(config, folder, prompts, output)
+    if code := _in_a_process_of_its_own(config, folder, prompts, output):
+        return code
     report = json.loads((output / "bench.json").read_text(encoding="utf-8"))
     table = format_bench(report)
     (output / "bench.md").write_text(table, encoding="utf-8")
@@ -48,7 +53,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 def _in_a_process_of_its_own(
     config: BenchConfig, folder: Path, prompts: list[Prompt], output: Path
-) -> None:
+) -> int:
     """Run where the environment is a worker's: allocator and threads are read before Python starts."""
     from workers.actor import worker_environment
 
@@ -69,8 +74,9 @@ def _in_a_process_of_its_own(
         process.terminate()
         process.join()
         raise
-    if process.exitcode:
+    if process.exitcode not in (0, _BAD_INPUT):
         raise RuntimeError(f"the benchmark's process ended with exit code {process.exitcode}")
+    return process.exitcode
 
 
 def _run(
@@ -79,11 +85,16 @@ def _run(
     """Measure, and write `bench.json`."""
     from jobs.experiment import measure
 
+    try:
+        measured = measure(config, folder, prompts, num_threads)
+    except CheckpointError as error:  # Told here: an exception does not cross to the other process.
+        say(f"error: {error}")
+        sys.exit(_BAD_INPUT)
     report = {
         "provenance": _provenance(num_threads),
         "config": config.model_dump(mode="json"),
         "prompts": [{"task": p.task, "num_tokens": len(p.token_ids)} for p in prompts],
-        **measure(config, folder, prompts, num_threads),
+        **measured,
     }
     output.mkdir(parents=True, exist_ok=True)
     (output / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,10 +1,13 @@
 """The benchmark: its arms, its numbers, its tables, and a whole run on a tiny model."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from jobs.__main__ import main
 from jobs.bench_table import format_bench
@@ -221,6 +224,22 @@ def test_a_whole_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
     again = run_jobs("bench", *flags, cwd=tmp_path)
     assert again.returncode == 2
     assert "not empty" in again.stderr
+
+
+def test_a_checkpoint_found_damaged_when_it_is_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, model)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = math.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "a b"}])
+    flags = ["--model", "model", "--recipe", "rtn", "--input", "in.jsonl", "--output", "out"]
+    result = run_jobs("bench", *flags, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert f"{name} holds NaN" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
