@@ -1,7 +1,7 @@
 """A benchmark's numbers as Markdown."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 _Runs = list[dict[str, Any]]
@@ -40,19 +40,13 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _by_arm(runs: _Runs) -> dict[tuple[Any, ...], _Runs]:
+    """The runs of every arm by repeat, the arms as the first repeat ran them."""
     grouped: dict[tuple[Any, ...], _Runs] = {}
     for run in sorted(runs, key=lambda run: run["repeat"]):
         arm = run["arm"]
         key = arm["temperature"], arm["batch_size"], arm["precision"], arm["drafts"]
         grouped.setdefault(key, []).append(run)
-    order = {key: i for i, key in enumerate(_first_repeat_order(grouped))}
-    return dict(sorted(grouped.items(), key=lambda item: order[item[0]]))
-
-
-def _first_repeat_order(grouped: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """By temperature and batch size; within, as the arms were run."""
-    keys = list(grouped)
-    return sorted(keys, key=lambda key: (key[0], key[1]))
+    return grouped
 
 
 def _median(runs: _Runs, key: str) -> float:

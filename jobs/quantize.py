@@ -101,7 +101,7 @@ class _Sparingly(logging.Filter):
         super().__init__()
         self._next = 0.0
 
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - logging's signature
         if time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + _PROGRESS_SECONDS

@@ -20,6 +20,7 @@ from workers.model import TargetModel
 _LOGGER = logging.getLogger(__name__)
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _SECONDS = 3.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 10  # Over all sizes; small models need no three seconds.
 _POSITIONS = 16  # A row of the passes that are measured.
 
 
@@ -57,7 +58,7 @@ def measure_step_times(
     seconds: float = _SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
-    """Time passes of more and more tokens, over and over, for about `seconds`; the best of each counts.
+    """Time passes of more and more tokens, over and over, for at most about `seconds`; the best counts.
 
     The contexts are short, so what attention costs with a row's length is left out. Sizes that half the
     time does not suffice for are left out, too.
@@ -74,7 +75,7 @@ def measure_step_times(
     started = clock()
     sizes: tuple[int, ...] = _SIZES
     num_rounds = 0
-    while num_rounds < 2 or clock() - started < seconds:
+    while num_rounds < _LEAST_ROUNDS or (num_rounds < _MOST_ROUNDS and clock() - started < seconds):
         for size in sizes:
             index = torch.arange(size)
             batch = StepBatch(torch.zeros_like(index), index // positions, index % positions, index)
@@ -97,7 +98,7 @@ def cached_step_times(
     try:
         known = json.loads(path.read_text())
         return StepTimes(tuple(known["num_tokens"]), tuple(known["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # Not there yet, or damaged.
         times = measure_step_times(model, max_len)
     partial = path.with_suffix(f".{time.monotonic_ns()}.partial")
     try:
