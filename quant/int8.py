@@ -58,16 +58,20 @@ def quantize_rows(
         )
         return torch.cat(codes), torch.cat(scales)
     x_MK = x_MK.float()
-    largest_M = x_MK.abs().amax(dim=1)
-    scale_M = torch.where(largest_M > 0, largest_M / max_code, torch.ones_like(largest_M))
+    scale_M = _scale(x_MK.abs().amax(dim=1), max_code)
     codes_MK = (x_MK / scale_M[:, None]).round().clamp(-max_code, max_code)
     return codes_MK.to(torch.int8 if max_code <= MAX_CODE else torch.int16), scale_M
 
 
+def _scale(largest: torch.Tensor, max_code: int) -> torch.Tensor:
+    scale = largest / max_code
+    # Of a row of zeros, and of one so small that its scale is: its codes are zeros.
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
 def round_rows(x_MK: torch.Tensor, max_code: int = MAX_CODE) -> torch.Tensor:
     """The nearest matrix that codes with a scale per row can stand for, in the dtype of `x_MK`."""
-    largest_M1 = x_MK.abs().amax(dim=1, keepdim=True)
-    scale_M1 = torch.where(largest_M1 > 0, largest_M1 / max_code, torch.ones_like(largest_M1))
+    scale_M1 = _scale(x_MK.abs().amax(dim=1, keepdim=True), max_code)
     return (x_MK / scale_M1).round_().clamp_(-max_code, max_code).mul_(scale_M1)
 
 

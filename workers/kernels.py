@@ -83,7 +83,9 @@ def quantize_rows(x_MK, max_code, codes_MK, scale_M):  # type: ignore[no-untyped
             largest = max(largest, value)
         if not finite:  # NaN or infinity: the scale carries it to every output of the row.
             largest = np.float32(np.nan)
-        scale = largest / limit if largest != 0 else np.float32(1)
+        scale = largest / limit
+        if scale == 0:  # A row of zeros, or so small that its scale is: its codes are zeros.
+            scale = np.float32(1)
         scale_M[m] = scale
         for k in range(K):
             code = np.rint(x_MK[m, k] / scale) if finite else np.float32(0)
