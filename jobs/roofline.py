@@ -15,7 +15,7 @@ import torch
 
 from quant.architecture import Architecture
 from quant.convert import Piece
-from quant.int8 import PACK_N, PACK_STEP
+from quant.int8 import MAX_CODE, PACK_N, PACK_STEP
 from workers import matmul, tiles
 from workers.backend import KVCache, Linear, LinearWeights, StepBatch
 from workers.cpu import CpuBackend, uses_vnni
@@ -160,9 +160,11 @@ def _product(weights: LinearWeights, num_tokens: int) -> Callable[[], None]:
     padded = -(-num_outputs // PACK_N) * PACK_N
     num_inputs = weights.weight.numel() // padded
     assert num_inputs % PACK_STEP == 0
-    in_vnni = uses_vnni(weights)
-    kernel = matmul.matmul_vnni if in_vnni else matmul.matmul_int8
-    codes = np.ones((num_tokens, num_inputs), np.int8 if in_vnni else np.int16)
+    num_bytes = 1 if weights.max_code <= MAX_CODE else 2
+    if uses_vnni(weights):
+        kernel, codes = matmul.matmul_vnni, np.ones((num_tokens, num_bytes, num_inputs), np.int8)
+    else:
+        kernel, codes = matmul.matmul_int8, np.ones((num_tokens, num_inputs), np.int16)
     scale_T, vector = np.ones(num_tokens, np.float32), np.ones(padded, np.float32)
     out = np.empty((num_tokens, num_outputs), np.float32)
     address = weights.weight.contiguous().data_ptr()

@@ -23,6 +23,7 @@ import torch
 from quant.config import QuantConfig
 
 MAX_CODE = 127
+MAX_WIDE_CODE = 127 * 256 + 127  # Of an activation of two signed bytes.
 PACK_N, PACK_K = 16, 4  # Outputs and inputs of a packed cell.
 PACK_STEP = 2 * PACK_K  # Inputs are padded to a multiple: kernels take two cells at a time.
 _INT32_MAX = 2**31 - 1
@@ -30,8 +31,10 @@ _BLOCK = 16384  # Rows quantized at once.
 
 
 def max_activation_code(num_inputs: int) -> int:
-    """The largest activation code whose sums with int8 weights over K inputs fit an int32."""
-    return min(2**15 - 1, _INT32_MAX // (128 * num_inputs))  # Other tools also use the code -128.
+    """The largest code of two signed bytes whose sums with int8 weights over K inputs fit an int32."""
+    return min(
+        MAX_WIDE_CODE, _INT32_MAX // (128 * num_inputs)
+    )  # Other tools also use the code -128.
 
 
 def activation_code(config: QuantConfig, name: str, num_inputs: int) -> int:

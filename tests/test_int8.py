@@ -177,9 +177,9 @@ def test_largest_activation_code_by_hand() -> None:
     # Weights of other tools go down to -128, which is 2 ** 7: 2 ** 31 - 1 over 2 ** 7 times the inputs.
     assert max_activation_code(8960) == 1872  # 16777215.99 / 8960 = 1872.5
     assert max_activation_code(1536) == 10922  # 16777215.99 / 1536 = 10922.7
-    assert max_activation_code(64) == 32767  # an int16's largest
-    assert max_activation_code(512) == 32767  # 16777215.99 / 512 = 32767.99
-    assert max_activation_code(513) == 32704  # 16777215.99 / 513 = 32704.1
+    assert max_activation_code(64) == 32639  # 127 * 256 + 127, two signed bytes
+    assert max_activation_code(514) == 32639  # 16777215.99 / 514 = 32640.5
+    assert max_activation_code(515) == 32577  # 16777215.99 / 515 = 32577.1
 
 
 @given(num_inputs=st.integers(1, 200_000))
@@ -187,7 +187,7 @@ def test_largest_activation_code_by_hand() -> None:
 def test_largest_activation_code_never_overflows(num_inputs: int) -> None:
     code = max_activation_code(num_inputs)
     assert code * 128 * num_inputs <= INT32_MAX
-    assert code == 32767 or (code + 1) * 128 * num_inputs > INT32_MAX
+    assert code == 32639 or (code + 1) * 128 * num_inputs > INT32_MAX
 
 
 def by_numpy(

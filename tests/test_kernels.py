@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quant.architecture import Architecture
 from quant.decoder import rotate as rotate_by_torch
-from quant.int8 import pack, quantize_rows
+from quant.int8 import MAX_WIDE_CODE, pack, quantize_rows
 from tests.tiny import num_threads
 from workers import kernels
 from workers.backend import Attention, Heads, KVCache, Linear, LinearWeights, StepBatch
@@ -250,7 +250,7 @@ INT8_ODD, BF16_ODD = int8_linear(67, 41), bf16_linear(67, 41)
 ROW_OPERATIONS: dict[str, tuple[RowOperation, tuple[int, ...]]] = {
     "int8": (int8_linear(67, 96), (96,)),
     "int8-padded": (int8_linear(130, 41), (41,)),
-    "int8-head": (int8_linear(33, 64, max_code=32767), (64,)),
+    "int8-head": (int8_linear(33, 64, max_code=MAX_WIDE_CODE), (64,)),
     "int8-of_norm": (of_norm(INT8_ODD, 41), (41,)),
     "int8-add_to": (added(INT8_ODD.add_to_, 41), (41 + 67,)),
     "int8-add_silu_to": (added(INT8_ODD.add_silu_to_, 82), (82 + 67,)),
@@ -761,7 +761,7 @@ def test_a_broken_row_leaves_its_neighbours_alone(
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("max_code", [127, 32767])
+@pytest.mark.parametrize("max_code", [127, MAX_WIDE_CODE])
 @pytest.mark.parametrize("num_rows", [1, 4, 6])
 def test_a_broken_row_is_nan_in_every_output(num_rows: int, max_code: int, value: float) -> None:
     x = randn(num_rows, 48)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from llvmlite import ir
 
-from quant.int8 import MAX_CODE, pack
+from quant.int8 import MAX_CODE, MAX_WIDE_CODE, pack
 from tests.fakes import one_thread  # noqa: F401
 from workers import cpu, matmul, vnni
 from workers.backend import LinearWeights
@@ -30,7 +30,7 @@ def product(x_MK: np.ndarray, weight_NK: np.ndarray) -> np.ndarray:
     packed = pack(torch.from_numpy(weight_NK))
     out = np.full((len(x_MK), num_outputs), np.nan, np.float32)
     scale = np.ones(len(x_MK), np.float32)
-    matmul.matmul_vnni(x_MK, scale, packed.data_ptr(), ones, zeros, False, out)
+    matmul.matmul_vnni(x_MK[:, None], scale, packed.data_ptr(), ones, zeros, False, out)
     return out
 
 
@@ -51,7 +51,10 @@ def test_nothing_saturates(x: int, weight: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 19])
 @pytest.mark.parametrize("add", [False, True])
-def test_a_linear_has_the_same_bits_as_by_the_other_tile(num_rows: int, add: bool) -> None:
+@pytest.mark.parametrize("max_code", [MAX_CODE, MAX_CODE + 1, 1872, MAX_WIDE_CODE])
+def test_a_linear_has_the_same_bits_as_by_the_other_tile(
+    num_rows: int, add: bool, max_code: int
+) -> None:
     num_outputs, num_inputs = 67, 41
     rng = np.random.default_rng(3)
     x_MK = rng.normal(size=(num_rows, num_inputs)).astype(np.float32)
@@ -61,7 +64,7 @@ def test_a_linear_has_the_same_bits_as_by_the_other_tile(num_rows: int, add: boo
     outs = []
     for linear in (matmul.linear_int8, matmul.linear_vnni):
         out = np.ones((num_rows, num_outputs), np.float32)
-        linear(x_MK, MAX_CODE, packed.data_ptr(), scale, bias, add, out)
+        linear(x_MK, max_code, packed.data_ptr(), scale, bias, add, out)
         outs.append(out)
     np.testing.assert_array_equal(*outs)
 
@@ -79,7 +82,7 @@ def assembly(num_m: int) -> str:
     """What LLVM makes of a tile for a CPU that has the instruction."""
     module = ir.Module("tile")
     module.triple = "x86_64-unknown-linux-gnu"
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 6)
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)
     function = ir.Function(module, kind, "tile")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     vnni.build_tile(builder, num_m, list(function.args), vnni.vnni_dot)
@@ -97,7 +100,7 @@ def test_a_tile_is_one_instruction_a_token_and_cell(num_m: int) -> None:
     """Weights, the unsigned operand, in a register; activations broadcast from memory."""
     lines = [line.split() for line in assembly(num_m).splitlines()]
     dots = [line for line in lines if line and line[0] == "vpdpbusd"]
-    assert len(dots) == 2 * num_m
+    assert len(dots) == 4 * num_m
     assert all("{1to16}" in line[1] and "zmm" in line[2] for line in dots)
 
 
@@ -107,7 +110,7 @@ def test_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu._vnni_is_exact.cache_clear()
     try:
         assert cpu.uses_vnni(LinearWeights(weight, scale))
-        assert not cpu.uses_vnni(LinearWeights(weight, scale, max_code=128))
+        assert cpu.uses_vnni(LinearWeights(weight, scale, max_code=128))
         assert not cpu.uses_vnni(LinearWeights(torch.ones(4, 4).bfloat16()))
     finally:
         monkeypatch.undo()

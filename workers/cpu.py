@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from quant.architecture import Architecture
-from quant.int8 import MAX_CODE, PACK_N, pack
+from quant.int8 import MAX_CODE, MAX_WIDE_CODE, PACK_N, pack
 from workers import kernels, matmul, tiles, vnni
 from workers.backend import Attention, Heads, KVCache, Linear, LinearWeights, StepBatch
 from workers.torch_backend import TorchBackend
@@ -120,6 +120,7 @@ class _Int8Linear(_CpuLinear):
         self._address = self._weight.data_ptr()
         self._scale = _padded_vector(weights.scale_N, self.num_outputs)
         self._bias = _padded_vector(weights.bias_N, self.num_outputs)
+        assert weights.max_code <= MAX_WIDE_CODE
         self._max_code = weights.max_code
         self._kernel = matmul.linear_vnni if uses_vnni(weights) else matmul.linear_int8
 
@@ -129,7 +130,7 @@ class _Int8Linear(_CpuLinear):
 
 def uses_vnni(weights: LinearWeights) -> bool:
     """Whether a linear's products are done by AVX512-VNNI's instructions."""
-    return weights.scale_N is not None and weights.max_code <= MAX_CODE and _vnni_is_exact()
+    return weights.scale_N is not None and _vnni_is_exact()
 
 
 @cache
@@ -140,10 +141,11 @@ def _vnni_is_exact() -> bool:
     weight = torch.full((PACK_N, 64), -128, dtype=torch.int8)
     weight[::2] = MAX_CODE
     packed, ones = pack(weight), np.ones(PACK_N, np.float32)
-    codes, got = np.full((3, 64), MAX_CODE, np.int8), np.empty((3, PACK_N), np.float32)
+    codes, got = np.full((3, 1, 64), MAX_CODE, np.int8), np.empty((3, PACK_N), np.float32)
     codes[1] = -MAX_CODE
     matmul.matmul_vnni(codes, ones[:3], packed.data_ptr(), ones, 0 * ones, False, got)
-    exact = np.array_equal(got, codes.astype(np.float32) @ weight.numpy().T.astype(np.float32))
+    expected = codes[:, 0].astype(np.float32) @ weight.numpy().T.astype(np.float32)
+    exact = np.array_equal(got, expected)
     if not exact:
         _LOGGER.warning("AVX512-VNNI gives wrong sums here and is not used")
     return exact

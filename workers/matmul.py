@@ -6,7 +6,7 @@ Legend: M tokens, N outputs, K inputs.
 import numpy as np
 from numba import prange
 
-from quant.int8 import PACK_K, PACK_N, PACK_STEP
+from quant.int8 import MAX_CODE, PACK_K, PACK_N, PACK_STEP
 from workers import kernels, tiles, vnni
 from workers.jit import inlined, kernel, parallel_kernel
 
@@ -14,7 +14,7 @@ _TILE_M, _TILE_N = tiles.TILE_M, tiles.TILE_N
 _BLOCK_M, _BLOCK_N = 64, 64
 _int8_1, _int8_2, _int8_3, _int8_4 = tiles.int8_tiles
 _vnni_1, _vnni_2, _vnni_3, _vnni_4, _vnni_5, _vnni_6, _vnni_7, _vnni_8 = vnni.vnni_tiles
-_VNNI_M, _OFFSET = vnni.TILE_M, np.int32(vnni.OFFSET)
+_VNNI_M, _VNNI_N, _OFFSET = vnni.TILE_M, vnni.TILE_N, np.int32(vnni.OFFSET)
 _float_1, _float_4 = tiles.float_tiles[0], tiles.float_tiles[3]
 _HALF = tiles.int8_outputs(_TILE_M)
 assert tiles.int8_outputs(2) == PACK_N
@@ -78,55 +78,62 @@ def matmul_int8(x_MK, x_scale_M, w, w_scale_N, bias_N, add, out_MN):  # type: ig
 
 
 @inlined()
-def _vnni_sums(rows, x, w, size_k, ahead, shift, sums):  # type: ignore[no-untyped-def]
-    """Sums of `rows` (1 to 8) tokens with PACK_N outputs of a block, whose weights have the offset."""
+def _vnni_sums(rows, x, w, w_next, size_k, ahead, shift, sums):  # type: ignore[no-untyped-def]
+    """Sums of `rows` (1 to 8) tokens with the outputs of two blocks, whose weights have the offset."""
     if rows == 8:
-        _vnni_8(x, w, size_k, ahead, shift, sums)
+        _vnni_8(x, w, w_next, size_k, ahead, shift, sums)
     elif rows == 7:
-        _vnni_7(x, w, size_k, ahead, shift, sums)
+        _vnni_7(x, w, w_next, size_k, ahead, shift, sums)
     elif rows == 6:
-        _vnni_6(x, w, size_k, ahead, shift, sums)
+        _vnni_6(x, w, w_next, size_k, ahead, shift, sums)
     elif rows == 5:
-        _vnni_5(x, w, size_k, ahead, shift, sums)
+        _vnni_5(x, w, w_next, size_k, ahead, shift, sums)
     elif rows == 4:
-        _vnni_4(x, w, size_k, ahead, shift, sums)
+        _vnni_4(x, w, w_next, size_k, ahead, shift, sums)
     elif rows == 3:
-        _vnni_3(x, w, size_k, ahead, shift, sums)
+        _vnni_3(x, w, w_next, size_k, ahead, shift, sums)
     elif rows == 2:
-        _vnni_2(x, w, size_k, ahead, shift, sums)
+        _vnni_2(x, w, w_next, size_k, ahead, shift, sums)
     else:
-        _vnni_1(x, w, size_k, ahead, shift, sums)
+        _vnni_1(x, w, w_next, size_k, ahead, shift, sums)
 
 
 @parallel_kernel()
-def matmul_vnni(x_MK, x_scale_M, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
-    """As `matmul_int8`, for int8 codes, by the instructions of `workers.vnni`."""
-    M, K = x_MK.shape
+def matmul_vnni(x_MBK, x_scale_M, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
+    """As `matmul_int8`, for codes of B signed bytes (1 or 2, the lowest first), by `workers.vnni`."""
+    M, B, K = x_MBK.shape
     N = out_MN.shape[1]
     excess_M = np.empty(M, np.int32)
     for m in range(M):
         total = np.int32(0)
-        for k in range(K):
-            total += np.int32(x_MK[m, k])
+        for b in range(B):
+            for k in range(K):
+                total += np.int32(x_MBK[m, b, k]) << (8 * b)
         excess_M[m] = total * _OFFSET
-    shift = _floor_log2((M + _VNNI_M - 1) // _VNNI_M)
+    tokens = _VNNI_M // B  # Of a tile: a byte takes a row.
+    shift = _floor_log2((M + tokens - 1) // tokens)
     num_parts = 1 << shift
-    for block in prange(w_scale_N.size // PACK_N):
-        sums = np.empty((_VNNI_M, PACK_N), np.int32)
-        n0 = block * PACK_N
-        num_n = min(PACK_N, N - n0)
-        here, size = w + n0 * K, PACK_N * K
-        scale, bias = w_scale_N[n0 : n0 + PACK_N], bias_N[n0 : n0 + PACK_N]
-        for m0 in range(0, M, _VNNI_M):
-            rows = min(_VNNI_M, M - m0)
-            part = m0 // _VNNI_M % num_parts
-            ahead = here + size + part * (size // num_parts)
-            _vnni_sums(rows, x_MK.ctypes.data + m0 * K, here, K, ahead, shift, sums.ctypes.data)
-            for i in range(rows):
+    for pair in prange((N + _VNNI_N - 1) // _VNNI_N):
+        sums = np.empty((_VNNI_M, _VNNI_N), np.int32)
+        n0 = pair * _VNNI_N
+        num_n = min(_VNNI_N, N - n0)
+        here, size = w + n0 * K, _VNNI_N * K
+        w_next = here + PACK_N * K if num_n > PACK_N else here  # The last block may stand alone.
+        scale, bias = w_scale_N[n0 : n0 + num_n], bias_N[n0 : n0 + num_n]
+        for m0 in range(0, M, tokens):
+            num_m = min(tokens, M - m0)
+            ahead = here + size + m0 // tokens % num_parts * (size // num_parts)
+            x = x_MBK.ctypes.data + m0 * B * K
+            _vnni_sums(num_m * B, x, here, w_next, K, ahead, shift, sums.ctypes.data)
+            for i in range(num_m):
                 out = out_MN[m0 + i, n0 : n0 + num_n]
                 x_scale, excess = x_scale_M[m0 + i], excess_M[m0 + i]
+                if B == 2:
+                    for j in range(num_n):
+                        sums[i, j] = sums[2 * i, j] + (sums[2 * i + 1, j] << 8)
                 for j in range(num_n):
-                    y = np.float32(sums[i, j] - excess) * scale[j] * x_scale + bias[j]
+                    total = np.int32(sums[i, j] - excess)  # Modulo 2 ** 32, like all sums before.
+                    y = np.float32(total) * scale[j] * x_scale + bias[j]
                     out[j] = out[j] + y if add else y
 
 
@@ -173,12 +180,23 @@ def linear_int8(x_MK, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ign
 
 @kernel()
 def linear_vnni(x_MK, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
-    """As `linear_int8`, for codes of 8 bits, by `matmul_vnni`."""
+    """As `linear_int8`, by `matmul_vnni`."""
     M, K = x_MK.shape
-    codes_MK = np.empty((M, (K + PACK_STEP - 1) // PACK_STEP * PACK_STEP), np.int8)
+    padded = (K + PACK_STEP - 1) // PACK_STEP * PACK_STEP
     scale_M = np.empty(M, np.float32)
-    kernels.quantize_rows(x_MK, max_code, codes_MK, scale_M)
-    matmul_vnni(codes_MK, scale_M, w, w_scale_N, bias_N, add, out_MN)
+    num_bytes = 1 if max_code <= MAX_CODE else 2
+    codes_MBK = np.empty((M, num_bytes, padded), np.int8)
+    if num_bytes == 1:
+        kernels.quantize_rows(x_MK, max_code, codes_MBK.reshape(M, padded), scale_M)
+    else:
+        codes_MK = np.empty((M, padded), np.int16)
+        kernels.quantize_rows(x_MK, max_code, codes_MK, scale_M)
+        for m in range(M):
+            for k in range(padded):
+                high = (codes_MK[m, k] + 128) >> 8
+                codes_MBK[m, 0, k] = codes_MK[m, k] - (high << 8)
+                codes_MBK[m, 1, k] = high
+    matmul_vnni(codes_MBK, scale_M, w, w_scale_N, bias_N, add, out_MN)
 
 
 @kernel()

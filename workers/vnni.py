@@ -6,11 +6,15 @@ instruction's width. Weights take the unsigned side (128 is added to each as it 
 cell is one register), so the sums are too large by 128 times the sum of the token's codes, which whoever
 uses them takes off again.
 
+Activations of two bytes take two of the tile's rows, a byte each; `workers.matmul` puts their sums
+together again.
+
 Where there is no such instruction the tile is made of plain ones: slow, and what the tests run.
 
 Legend: M tokens, N outputs, K inputs.
 """
 
+from itertools import product
 from typing import Any
 
 import llvmlite.binding
@@ -22,11 +26,13 @@ from quant.int8 import PACK_K, PACK_N, PACK_STEP
 from workers.tiles import Loop, index, load, prefetch, spread, store
 
 TILE_M = 8  # Tokens of the largest tile.
+TILE_N = 2 * PACK_N  # Outputs: two blocks, for more products a round.
 OFFSET = 128  # What is added to the weights.
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _BYTES, _SUMS = ir.VectorType(_I8, PACK_N * PACK_K), ir.VectorType(_I32, PACK_N)
 _WIDE = ir.VectorType(_I32, PACK_N * PACK_K)
+_LINE = PACK_N * PACK_K  # Bytes of a packed cell, and of a cache line.
 _Value = Any  # llvmlite is untyped.
 
 HAS_VNNI = bool(llvmlite.binding.get_host_cpu_features().get("avx512vnni"))
@@ -52,33 +58,35 @@ def plain_dot(b: ir.IRBuilder, sums: _Value, unsigned: _Value, signed: _Value) -
 
 
 def build_tile(b: ir.IRBuilder, num_m: int, args: list[_Value], dot: Any) -> None:
-    """Emit out[m, n] = sum over K of x[m] * (w[n] + OFFSET), for `num_m` tokens and PACK_N outputs.
+    """Emit out[m, n] = sum over K of x[m] * (w[n] + OFFSET), for `num_m` tokens and TILE_N outputs.
 
-    x: address of int8 rows of K items, K a multiple of PACK_STEP; w: of one block of packed int8 weights
-    (see quant.int8.pack); ahead, shift: one in 2 ** shift of as many cache lines as the tile reads is
-    asked for from `ahead` on; out: address of int32 rows of PACK_N items.
+    x: address of int8 rows of K items, K a multiple of PACK_STEP; w, w_next: of two blocks of packed int8
+    weights (see quant.int8.pack); ahead, shift: one in 2 ** shift of as many cache lines as the tile
+    reads is asked for from `ahead` on; out: address of int32 rows of TILE_N items.
     """
-    x, w, size_k, ahead, shift, out = args
+    x, w, w_next, size_k, ahead, shift, out = args
     loop = Loop(b, "vnni")
-    cells = range(0, PACK_STEP, PACK_K)  # Each with sums of its own: none waits for the one before.
-    first = [[loop.zeros(_SUMS) for _ in cells] for _ in range(num_m)]
-    new = {}
-    line = b.lshr(b.udiv(loop.index, index(PACK_K)), shift)
-    prefetch(b, b.add(ahead, b.mul(line, index(PACK_N * PACK_K))))
-    for number, offset in enumerate(cells):
+    blocks = (w, w_next)
+    first = [[loop.zeros(_SUMS) for _ in blocks] for _ in range(num_m)]
+    sums = [list(row) for row in first]
+    line = b.udiv(loop.index, index(PACK_K // len(blocks)))
+    for number, (offset, block) in enumerate(product(range(0, PACK_STEP, PACK_K), blocks)):
         k = b.add(loop.index, index(offset))
-        codes = load(b, b.add(w, b.mul(k, index(PACK_N))), _BYTES)
+        at_line = b.lshr(b.add(line, index(number)), shift)
+        prefetch(b, b.add(ahead, b.mul(at_line, index(_LINE))))
+        codes = load(b, b.add(block, b.mul(k, index(PACK_N))), _BYTES)
         unsigned = b.xor(codes, ir.Constant(_BYTES, [-128] * _BYTES.count))
+        n = number % len(blocks)
         for m in range(num_m):
             at = b.add(x, b.add(b.mul(size_k, index(m)), k))
             quad = b.load(b.inttoptr(at, _I32.as_pointer()), align=1)
             signed = b.bitcast(spread(b, quad, PACK_N), _BYTES)
-            sums = first[m][number]
-            new[sums] = dot(b, sums, unsigned, signed)
+            sums[m][n] = dot(b, sums[m][n], unsigned, signed)
+    new = {first[m][n]: sums[m][n] for m in range(num_m) for n in range(len(blocks))}
     loop.close(PACK_STEP, size_k, new)
     for m in range(num_m):
-        one, two = (new[sums] for sums in first[m])
-        store(b, b.add(one, two), b.add(out, index(4 * PACK_N * m)))
+        for n in range(len(blocks)):
+            store(b, sums[m][n], b.add(out, index(4 * (TILE_N * m + PACK_N * n))))
 
 
 def _tile(num_m: int) -> Any:
@@ -89,8 +97,10 @@ def _tile(num_m: int) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(_typing: Any, _x: Any, _w: Any, _k: Any, _ahead: Any, _shift: Any, _out: Any) -> Any:
-        return types.void(*[types.intp] * 6), codegen
+    def tile(
+        _typing: Any, _x: Any, _w: Any, _next: Any, _k: Any, _ahead: Any, _shift: Any, _out: Any
+    ) -> Any:
+        return types.void(*[types.intp] * 7), codegen
 
     return tile
 
