@@ -36,6 +36,7 @@ DOORS = {
         "workers/tiles.py",
         "workers/vnni.py",
         "workers/kernels.py",
+        "workers/attention.py",
         "workers/matmul.py",
         "workers/actor.py",
     },
@@ -126,8 +127,8 @@ assert not ray.is_initialized()
 import torch
 assert not torch.cuda.is_initialized()
 from numba.core.dispatcher import Dispatcher
-from workers import kernels, tiles
-compiled = [f for m in (kernels, tiles) for f in vars(m).values() if isinstance(f, Dispatcher)]
+from workers import attention, kernels, tiles
+compiled = [f for m in (attention, kernels, tiles) for f in vars(m).values() if isinstance(f, Dispatcher)]
 assert compiled
 assert [f.__name__ for f in compiled if f.signatures] == []
 assert threading.active_count() == 1, threading.enumerate()

@@ -14,9 +14,10 @@ from quant.architecture import Architecture
 from quant.decoder import rotate as rotate_by_torch
 from quant.int8 import MAX_WIDE_CODE, pack, quantize_rows
 from tests.tiny import num_threads
+from workers import attention as attention_kernels
 from workers import kernels
 from workers.backend import Attention, Heads, KVCache, Linear, LinearWeights, StepBatch
-from workers.cpu import CpuBackend
+from workers.cpu import CellCache, CpuBackend
 from workers.torch_backend import TorchBackend
 
 BACKEND = CpuBackend()
@@ -103,11 +104,11 @@ def store(
 
 def prepare(qkv_TJ: torch.Tensor, heads: Heads, cache: KVCache, batch: StepBatch) -> torch.Tensor:
     """Queries [T, H, D] normed and rotated, keys and values written to the cache."""
-    num_kv_heads, padded_dim = cache.keys.shape[2], cache.keys.shape[4]
+    num_kv_heads, padded_dim = cache.values.shape[2], cache.values.shape[4]
     num_heads = qkv_TJ.shape[1] // heads.head_dim - 2 * num_kv_heads
     q_THP = torch.full((len(qkv_TJ), num_heads, padded_dim), NAN)
     no_gain = torch.empty(0)
-    kernels.prepare_heads(
+    attention_kernels.prepare_heads(
         array(qkv_TJ),
         array(no_gain if heads.q_gain is None else heads.q_gain),
         array(no_gain if heads.k_gain is None else heads.k_gain),
@@ -129,10 +130,10 @@ def attend(
     q_THD: torch.Tensor, cache: KVCache, layer: int, batch: StepBatch, window: int
 ) -> torch.Tensor:
     """Attention [T, H, D] over what the cache holds."""
-    head_dim, padded_dim = q_THD.shape[2], cache.keys.shape[4]
+    head_dim, padded_dim = q_THD.shape[2], cache.values.shape[4]
     q_THP = torch.nn.functional.pad(q_THD, (0, padded_dim - head_dim))
     out_THP = torch.empty(q_THP.shape)
-    kernels.attend(
+    attention_kernels.attend(
         array(q_THP),
         array(batch.rows),
         array(batch.positions),
@@ -165,12 +166,13 @@ def turned(
 
 def no_cache(num_rows: int, max_len: int, head_dim: int) -> KVCache:
     """A cache without key/value heads: what is prepared are queries."""
-    nothing = torch.empty(1, num_rows, 0, max_len, head_dim + -head_dim % 16, dtype=torch.bfloat16)
-    return KVCache(nothing, nothing)
+    padded_dim, num_cells = head_dim + -head_dim % 32, -(-max_len // 32)
+    keys = torch.empty(1, num_rows, 0, num_cells, padded_dim, 32, dtype=torch.bfloat16)
+    return CellCache(keys, keys.view(1, num_rows, 0, num_cells * 32, padded_dim))
 
 
-def make_cache(num_rows: int, num_heads: int, max_len: int, head_dim: int) -> KVCache:
-    """A full cache of two layers; the backend may make heads wider than asked, with zeros."""
+def make_cache(num_rows: int, num_heads: int, max_len: int, head_dim: int) -> CellCache:
+    """A full cache of two layers; heads are wider and rows longer than asked, with zeros."""
     architecture = Architecture(
         model_type="llama",
         vocab_size=8,
@@ -193,11 +195,18 @@ def make_cache(num_rows: int, num_heads: int, max_len: int, head_dim: int) -> KV
         eos_token_ids=(),
     )
     cache = BACKEND.new_cache(architecture, num_rows, max_len)
-    for seed, tensor in enumerate((cache.keys, cache.values)):
-        tensor.zero_()
-        shape = (2, num_rows, num_heads, max_len, head_dim)
-        tensor[..., :head_dim] = randn(*shape, seed=5 + seed).bfloat16()
-    return cache
+    assert isinstance(cache, CellCache)
+    shape = (2, num_rows, num_heads, max_len, head_dim)
+    keys, values = torch.zeros(cache.values.shape), torch.zeros(cache.values.shape)
+    for seed, tensor in enumerate((keys, values)):
+        tensor[..., :max_len, :head_dim] = randn(*shape, seed=5 + seed)
+    return in_cells(keys.bfloat16(), values.bfloat16())
+
+
+def in_cells(keys_by_position: torch.Tensor, values: torch.Tensor) -> CellCache:
+    """A cache of these keys and values [layers, R, G, L, D]."""
+    keys = keys_by_position.unflatten(3, (-1, 32)).swapaxes(4, 5).contiguous()
+    return CellCache(keys, values)
 
 
 def make_batch(rows: list[int], positions: list[int]) -> StepBatch:
@@ -239,8 +248,9 @@ def attention(
 
     def operation(qkv_TJ: torch.Tensor) -> torch.Tensor:
         count = len(qkv_TJ)
-        keys, values = (part.repeat(1, count, 1, 1, 1) for part in (one_row.keys, one_row.values))
-        return mixer(qkv_TJ, KVCache(keys, values), make_batch(list(range(count)), [7] * count))
+        keys, values = one_row.keys_by_position, one_row.values
+        rows = in_cells(*(part.repeat(1, count, 1, 1, 1) for part in (keys, values)))
+        return mixer(qkv_TJ, rows, make_batch(list(range(count)), [7] * count))
 
     return operation
 
@@ -434,17 +444,18 @@ def test_rotate() -> None:
 
 
 def attention_by_torch(
-    q_THD: torch.Tensor, cache: KVCache, layer: int, batch: StepBatch, window: int
+    q_THD: torch.Tensor, cache: CellCache, layer: int, batch: StepBatch, window: int
 ) -> torch.Tensor:
     """Softmax attention written out in float64, token by token."""
     out_THD = torch.empty(q_THD.shape, dtype=torch.float64)
-    repeats, head_dim = q_THD.shape[1] // cache.keys.shape[2], q_THD.shape[2]
+    repeats, head_dim = q_THD.shape[1] // cache.values.shape[2], q_THD.shape[2]
+    keys = cache.keys_by_position
     for t, (row, last) in enumerate(
         zip(batch.rows.tolist(), batch.positions.tolist(), strict=True)
     ):
         seen = [p for p in range(last + 1) if not window or p > last - window]
         for head in range(q_THD.shape[1]):
-            keys_LD = cache.keys[layer, row, head // repeats, seen, :head_dim].double()
+            keys_LD = keys[layer, row, head // repeats, seen, :head_dim].double()
             values_LD = cache.values[layer, row, head // repeats, seen, :head_dim].double()
             scores_L = keys_LD @ q_THD[t, head].double() / math.sqrt(head_dim)
             out_THD[t, head] = scores_L.softmax(0) @ values_LD
@@ -452,16 +463,25 @@ def attention_by_torch(
 
 
 ROWS, POSITIONS = [3, 0, 3, 1, 0, 3, 2], [0, 7, 1, 38, 8, 5, 18]
+SCATTERED, PROMPT = (ROWS, POSITIONS), ([2] * 35, list(range(5, 40)))
 
 
+@pytest.mark.parametrize(("rows", "positions"), [SCATTERED, PROMPT], ids=["scattered", "prompt"])
 @pytest.mark.parametrize("window", [0, 1, 2, 8, 19, 1000])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (6, 6, 10), (7, 1, 64), (12, 2, 128)]
 )
-def test_attend(num_heads: int, num_kv_heads: int, head_dim: int, window: int) -> None:
+def test_attend(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int,
+    rows: list[int],
+    positions: list[int],
+) -> None:
     cache = make_cache(4, num_kv_heads, 40, head_dim)
-    batch = make_batch(ROWS, POSITIONS)
-    q_THD = 2 * randn(len(ROWS), num_heads, head_dim)
+    batch = make_batch(rows, positions)
+    q_THD = 2 * randn(len(rows), num_heads, head_dim)
     for layer in (0, 1):
         got = attend(q_THD, cache, layer, batch, window).double()
         expected = attention_by_torch(q_THD, cache, layer, batch, window)
@@ -482,12 +502,13 @@ def test_attend_sees_nothing_past_its_position_nor_before_its_window() -> None:
     cache = make_cache(2, 2, 20, 16)
     q_THD, batch = randn(1, 4, 16), make_batch([1], [9])
     before = attend(q_THD, cache, 0, batch, 4)
-    for tensor in (cache.keys, cache.values):
+    keys, values = cache.keys_by_position, cache.values
+    for tensor in (keys, values):
         tensor[0, 1, :, 10:] = NAN
         tensor[0, 1, :, :6] = NAN
         tensor[0, 0] = NAN
         tensor[1] = NAN
-    assert same_bits(attend(q_THD, cache, 0, batch, 4), before)
+    assert same_bits(attend(q_THD, in_cells(keys, values), 0, batch, 4), before)
 
 
 def test_store_rounds_as_torch_does_and_touches_nothing_else() -> None:
@@ -500,18 +521,20 @@ def test_store_rounds_as_torch_does_and_touches_nothing_else() -> None:
     # An infinite item makes its pair NaN even where it is turned by nothing.
     turned_TGD = rotate_by_torch(k_TGD, torch.ones(3, 3), torch.zeros(3, 3))
     cache = make_cache(4, 2, 5, 6)
-    for tensor in (cache.keys, cache.values):
+    expected = KVCache(cache.keys_by_position, cache.values.clone())
+    for tensor in (expected.keys, expected.values):
         tensor[..., 6:] = 5.0  # Whatever memory holds.
-    expected = KVCache(cache.keys.clone(), cache.values.clone())
+    cache = in_cells(expected.keys, expected.values.clone())
     for t, (row, position) in enumerate([(2, 4), (0, 0), (2, 1)]):
         for tensor, part in ((expected.keys, turned_TGD), (expected.values, v_TGD)):
             tensor[1, row, :, position, :6] = part[t].bfloat16()
             tensor[1, row, :, position, 6:] = 0
     store(cache, 1, k_TGD, v_TGD, make_batch([2, 0, 2], [4, 0, 1]))
-    torch.testing.assert_close(cache.keys, expected.keys, rtol=0, atol=0, equal_nan=True)
+    keys = cache.keys_by_position
+    torch.testing.assert_close(keys, expected.keys, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(cache.values, expected.values, rtol=0, atol=0, equal_nan=True)
     by_hand = [1.0, 1 + 2.0**-6, -1.0, 1 + 2.0**-7]
-    assert cache.keys[1, 2, 0, 4, :4].tolist() == by_hand
+    assert keys[1, 2, 0, 4, :4].tolist() == by_hand
     assert cache.values[1, 2, 0, 1, :4].tolist() == by_hand
 
 
@@ -523,7 +546,7 @@ def test_keys_are_prepared_as_queries_are() -> None:
         cache, batch = make_cache(3, 1, 9, head_dim), make_batch([2, 0, 2, 1, 2], [4, 0, 5, 8, 6])
         qkv_TJ = torch.cat([x_T1D, x_T1D, v_T1D], dim=1).flatten(1)
         q_T1D = prepare(qkv_TJ, heads, cache, batch)
-        keys_T1D = cache.keys[1, batch.rows, :, batch.positions, :head_dim]
+        keys_T1D = cache.keys_by_position[1, batch.rows, :, batch.positions, :head_dim]
         assert torch.equal(keys_T1D, q_T1D.bfloat16())
         assert torch.equal(
             cache.values[1, batch.rows, :, batch.positions, :head_dim], v_T1D.bfloat16()
@@ -535,10 +558,10 @@ def test_keys_are_prepared_as_queries_are() -> None:
         assert same_bits(rotate(normed_T1D, cos, sin), q_T1D)
 
 
-def cut_cache(cache: KVCache, head_dim: int, dtype: torch.dtype) -> KVCache:
+def cut_cache(cache: CellCache, head_dim: int, dtype: torch.dtype) -> KVCache:
     """What a cache holds, without the padding of the heads."""
     keys, values = (
-        part[..., :head_dim].to(dtype, copy=True) for part in (cache.keys, cache.values)
+        part[..., :head_dim].to(dtype, copy=True) for part in (cache.keys_by_position, cache.values)
     )
     return KVCache(keys, values)
 
@@ -621,6 +644,39 @@ def test_memory_layout_changes_no_bit(
 
 
 @EVERY_ROW_OPERATION
+def test_the_place_in_memory_changes_no_bit(
+    operation: RowOperation, shape: tuple[int, ...]
+) -> None:
+    """LLVM checks at run time how near arrays lie, and may take another loop where they are close."""
+    size = math.prod(shape)
+    buffer = torch.empty(2 * size + 512)
+    expected = operation(randn(1, *shape))
+    results = []
+    for offset in (0, 1, 3, 16, 37, 48, 64, 128, 190):
+        x = buffer[offset : offset + size].view(1, *shape)
+        x.copy_(randn(1, *shape))
+        neighbours = [torch.empty(offset + 1) for _ in range(3)]  # What the allocator puts between.
+        results.append(operation(x))
+        del neighbours
+    assert all(same_bits(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("num_apart", [16, 20, 32, 48, 60, 64, 128, -16, -48, -64])
+def test_neighbouring_arrays_change_no_bit(num_apart: int) -> None:
+    x, gain = 3 * randn(1, 16).numpy(), randn(16, seed=1).numpy()
+    expected = np.empty_like(x)
+    kernels.rms_norm(x, gain, 1e-6, expected)
+    buffer = np.empty(512, np.float32)
+    near, out = buffer[256:272], buffer[256 + num_apart : 272 + num_apart][None]
+    near[:] = gain
+    kernels.rms_norm(x, near, 1e-6, out)
+    np.testing.assert_array_equal(out, expected)
+    near[:] = x[0]
+    kernels.rms_norm(near[None], gain, 1e-6, out)
+    np.testing.assert_array_equal(out, expected)
+
+
+@EVERY_ROW_OPERATION
 def test_number_of_threads_changes_no_bit(operation: RowOperation, shape: tuple[int, ...]) -> None:
     x = randn(67, *shape)
     expected = operation(x)
@@ -667,7 +723,7 @@ def test_attend_alone_and_in_company(window: int, data: st.DataObject) -> None:
     together = attend(q_THD, cache, 1, make_batch(rows, positions), window)
     t = data.draw(st.integers(0, len(rows) - 1))
     # Alone, in another cache row, a view into the fused projection, and with other neighbours.
-    moved = KVCache(cache.keys.roll(1, 1), cache.values.roll(1, 1))
+    moved = CellCache(cache.keys.roll(1, 1), cache.values.roll(1, 1))
     batch = make_batch([(rows[t] + 1) % 5], [positions[t]])
     fused = torch.cat([q_THD + 1, q_THD, q_THD], dim=1)
     view = fused[t : t + 1, num_heads : 2 * num_heads]
@@ -711,7 +767,7 @@ def test_attention_alone_and_in_company(gains: bool, window: int, data: st.DataO
     # In other cache rows, views into a wider tensor, and in another order.
     order = sorted(range(len(rows)), key=lambda t: (rows[t], positions[t]))
     batch = make_batch([(rows[t] + 1) % 5 for t in order], [positions[t] for t in order])
-    moved = KVCache(moved.keys.roll(1, 1), moved.values.roll(1, 1))
+    moved = CellCache(moved.keys.roll(1, 1), moved.values.roll(1, 1))
     view_TJ = torch.cat([qkv_TJ + 1, qkv_TJ], dim=1)[order, size:]
     passes = data.draw(st.integers(2, 19))
     assert same_bits(in_passes_of(passes, attention, view_TJ, moved, batch), got_TJ[order])
@@ -732,7 +788,8 @@ def test_stored_bits_do_not_depend_on_the_pass() -> None:
         store(apart, 0, fused[t : t + 1, :2], fused[t : t + 1, 2:], batch)
     assert torch.equal(together.keys, apart.keys)
     assert torch.equal(together.values, apart.values)
-    assert torch.equal(together.keys[0, ..., :6], _scattered(k_TGD, rows, positions))
+    keys = together.keys_by_position[0, ..., :3, :6]
+    assert torch.equal(keys, _scattered(k_TGD, rows, positions))
 
 
 def _scattered(k_TGD: torch.Tensor, rows: list[int], positions: list[int]) -> torch.Tensor:
@@ -788,8 +845,9 @@ def test_a_broken_cache_row_is_seen(which: str, position: int) -> None:
     cache, batch = make_cache(2, 2, 20, 16), make_batch([0, 1], [9, 9])
     q_THD = randn(2, 4, 16)
     expected = attend(q_THD, cache, 0, batch, 0)
-    getattr(cache, which)[0, 1, 0, position, 3] = NAN
-    got = attend(q_THD, cache, 0, batch, 0)
+    keys, values = cache.keys_by_position, cache.values
+    {"keys": keys, "values": values}[which][0, 1, 0, position, 3] = NAN
+    got = attend(q_THD, in_cells(keys, values), 0, batch, 0)
     assert got[1, :2].isnan().any(-1).all()
     assert same_bits(got[0], expected[0])
     assert same_bits(got[1, 2:], expected[1, 2:])

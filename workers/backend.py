@@ -82,7 +82,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values [layers, R, G, L, D] of every row; how much of a row counts is not its affair."""
+    """Keys and values [layers, R, G, L, D] of every row; how much of a row counts is not its affair.
+
+    A backend may keep the keys in an order of its own, layers and rows first.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -95,7 +98,7 @@ class KVCache:
     @property
     def max_len(self) -> int:
         """Positions a row can hold."""
-        return self.keys.shape[3]
+        return self.values.shape[3]
 
     @property
     def nbytes(self) -> int:

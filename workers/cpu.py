@@ -17,7 +17,8 @@ import torch
 
 from quant.architecture import Architecture
 from quant.int8 import MAX_CODE, MAX_WIDE_CODE, PACK_N, pack
-from workers import kernels, matmul, tiles, vnni
+from workers import attention, kernels, matmul, tiles, vnni
+from workers.attention import KEYS
 from workers.backend import Attention, Heads, KVCache, Linear, LinearWeights, StepBatch
 from workers.torch_backend import TorchBackend
 
@@ -40,9 +41,27 @@ class CpuBackend(TorchBackend):
         return _CpuAttention(heads)
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
-        """Allocate a bfloat16 cache, heads padded to a whole number of tile steps."""
-        padded = replace(architecture, head_dim=_padded(architecture.head_dim, tiles.TILE_K))
-        return TorchBackend(torch.bfloat16).new_cache(padded, num_rows, max_len)
+        """Allocate a bfloat16 cache, heads and rows padded to whole tiles."""
+        padded = replace(architecture, head_dim=_padded(architecture.head_dim, tiles.MIX_LANES))
+        rows = TorchBackend(torch.bfloat16).new_cache(padded, num_rows, _padded(max_len, KEYS))
+        *outer, max_len, head_dim = rows.keys.shape
+        return CellCache(rows.keys.view(*outer, max_len // KEYS, head_dim, KEYS), rows.values)
+
+
+class CellCache(KVCache):
+    """Keys lie in cells of KEYS positions side by side: [layers, R, G, C, D, KEYS]."""
+
+    def copy_prefix_(self, source: int, target: int, length: int) -> None:
+        """Give one row the first `length` positions of another; more of its keys may change."""
+        if source != target:
+            num_cells = -(-length // KEYS)
+            self.keys[:, target, :, :num_cells] = self.keys[:, source, :, :num_cells]
+            self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+    @property
+    def keys_by_position(self) -> torch.Tensor:
+        """A copy of the keys as [layers, R, G, L, D]."""
+        return self.keys.swapaxes(4, 5).flatten(3, 4)
 
 
 class _CpuAttention:
@@ -56,10 +75,10 @@ class _CpuAttention:
     def __call__(self, qkv_TJ: torch.Tensor, cache: KVCache, batch: StepBatch) -> torch.Tensor:
         qkv, keys, values = _array(qkv_TJ), _bits(cache.keys), _bits(cache.values)
         rows, positions = _array(batch.rows), _array(batch.positions)
-        num_kv_heads, padded_dim = keys.shape[2], keys.shape[4]
+        num_kv_heads, padded_dim = values.shape[2], values.shape[4]
         num_heads = qkv.shape[1] // self._head_dim - 2 * num_kv_heads
         q_THP = np.empty((len(qkv), num_heads, padded_dim), np.float32)
-        kernels.prepare_heads(
+        attention.prepare_heads(
             qkv,
             self._q_gain,
             self._k_gain,
@@ -74,7 +93,7 @@ class _CpuAttention:
             q_THP,
         )
         out_THP = np.empty_like(q_THP)
-        kernels.attend(
+        attention.attend(
             q_THP, rows, positions, self._layer, keys, values, self._window, self._factor, out_THP
         )
         out_TJ = out_THP[:, :, : self._head_dim].reshape(len(qkv), num_heads * self._head_dim)

@@ -13,7 +13,7 @@ import numba
 from quant import int8
 from quant.cache import cache_folder
 
-_NAMES = ("jit.py", "kernels.py", "matmul.py", "tiles.py", "vnni.py")
+_NAMES = ("attention.py", "jit.py", "kernels.py", "matmul.py", "tiles.py", "vnni.py")
 _SOURCES = [*(Path(__file__).with_name(name) for name in _NAMES), Path(int8.__file__)]
 
 

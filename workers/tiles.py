@@ -14,6 +14,7 @@ Legend: M tokens, N outputs, K inputs.
 
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -23,6 +24,10 @@ from quant.int8 import PACK_K, PACK_N, PACK_STEP
 TILE_K = 16  # Inputs per step of a floating tile; both operands are padded to a multiple.
 TILE_N = 2  # Outputs of a floating tile.
 TILE_M = 4  # Tokens of the largest tile.
+_HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+MIX_LANES = 32  # Outputs of a mixing tile,
+MIX_VECTOR = 16 if _HAS_AVX512 else 8  # in vectors of so many,
+MIX_ROWS = 6 if _HAS_AVX512 else 3  # for rows whose sums fit the registers.
 
 _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.FloatType())
 _LANES = 8
@@ -101,7 +106,7 @@ def _sum_lanes(b: ir.IRBuilder, vectors: list[_Value]) -> _Value:
 
 
 class Loop:
-    """A counted loop whose vectors start at zero and take a new value in every round."""
+    """A counted loop of values that take a new one in every round."""
 
     def __init__(self, b: ir.IRBuilder, name: str) -> None:
         self._b, self._entry = b, b.block
@@ -113,8 +118,12 @@ class Loop:
 
     def zeros(self, vector: ir.VectorType) -> _Value:
         """A vector that is zero in the first round."""
-        value = self._b.phi(vector)
-        value.add_incoming(ir.Constant(vector, None), self._entry)
+        return self.value(ir.Constant(vector, None))
+
+    def value(self, first: _Value) -> _Value:
+        """What is `first` in the first round."""
+        value = self._b.phi(first.type)
+        value.add_incoming(first, self._entry)
         return value
 
     def close(self, step: int, end: _Value, new: dict[_Value, _Value]) -> None:
@@ -225,43 +234,57 @@ def _float_tile(num_m: int) -> Any:
 
 
 def _mix_tile(num_m: int) -> Any:
-    """An intrinsic (weights, stride, values, D, count, out): out[m] = sum over j of weights[m, j] v[j].
+    """An intrinsic (a, a_stride, b, b_stride, count, fresh, out, out_stride), for MIX_LANES outputs:
 
-    weights: float32 rows `stride` items apart; values: bfloat16 rows of D items; out: float32 rows of
-    D items. Handles TILE_K items of D from the addresses given; j runs from 0 to count - 1, in order.
+    out[m] = sum over j of a[m, j] * b[j], or that is added to out unless `fresh`. Addresses, and strides
+    in items: a and out are float32 rows, b is bfloat16 rows. j runs from 0 to count - 1, in order, so
+    that a sum may be continued later, and count is at least 1.
     """
-    vector, bits = ir.VectorType(_F32, _LANES), ir.VectorType(_I16, _LANES)
-    offsets = range(0, TILE_K, _LANES)
+    vector, bits = ir.VectorType(_F32, MIX_VECTOR), ir.VectorType(_I16, MIX_VECTOR)
+    offsets = range(0, MIX_LANES, MIX_VECTOR)
 
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
-        weights, stride, values, size_d, count, out = args
+        weights, stride, rows, row_stride, count, fresh, out, out_stride = args
+        places = [
+            [
+                b.add(out, b.mul(b.add(b.mul(out_stride, index(m)), index(offset)), index(4)))
+                for offset in offsets
+            ]
+            for m in range(num_m)
+        ]
+        begins_at_zero, zero = b.icmp_signed("!=", fresh, index(0)), ir.Constant(vector, None)
+        start = [
+            [b.select(begins_at_zero, zero, load(b, place, vector)) for place in row]
+            for row in places
+        ]
         loop = Loop(b, "mix")
-        sums = [[loop.zeros(vector) for _ in offsets] for _ in range(num_m)]
-        row = b.add(values, b.mul(b.mul(loop.index, size_d), index(2)))
-        v = [_widen_bf16(b, load(b, b.add(row, index(2 * offset)), bits)) for offset in offsets]
+        sums = [[loop.value(first) for first in row] for row in start]
+        row = b.add(rows, b.mul(b.mul(loop.index, row_stride), index(2)))
+        b_row = [_widen_bf16(b, load(b, b.add(row, index(2 * offset)), bits)) for offset in offsets]
         new = {}
         for m in range(num_m):
             at = b.add(b.mul(stride, index(m)), loop.index)
             address = b.add(weights, b.mul(at, index(4)))
-            weight = spread(b, b.load(b.inttoptr(address, _F32.as_pointer())), _LANES)
-            for total, v_lanes in zip(sums[m], v, strict=True):
-                new[total] = _fma(b, weight, v_lanes, total)
+            weight = spread(b, b.load(b.inttoptr(address, _F32.as_pointer())), MIX_VECTOR)
+            for total, lanes in zip(sums[m], b_row, strict=True):
+                new[total] = _fma(b, weight, lanes, total)
         loop.close(1, count, new)
         for m in range(num_m):
-            for total, offset in zip(sums[m], offsets, strict=True):
-                at = b.add(b.mul(size_d, index(m)), index(offset))
-                store(b, new[total], b.add(out, b.mul(at, index(4))))
+            for total, place in zip(sums[m], places[m], strict=True):
+                store(b, new[total], place)
         return context.get_dummy_value()
 
     @intrinsic
-    def mix(_typing: Any, _w: Any, _s: Any, _v: Any, _d: Any, _c: Any, _o: Any) -> Any:
-        return types.void(*[types.intp] * 6), codegen
+    def mix(
+        _typing: Any, _a: Any, _as: Any, _b: Any, _bs: Any, _n: Any, _f: Any, _o: Any, _os: Any
+    ) -> Any:
+        return types.void(*[types.intp] * 8), codegen
 
     return mix
 
 
-# Each for 1 to TILE_M rows.
-int8_tiles, float_tiles, mix_tiles = (
-    tuple(make(num_m) for num_m in range(1, TILE_M + 1))
-    for make in (_int8_tile, _float_tile, _mix_tile)
+# Each for one row and more.
+int8_tiles, float_tiles = (
+    tuple(make(num_m) for num_m in range(1, TILE_M + 1)) for make in (_int8_tile, _float_tile)
 )
+mix_tiles = tuple(_mix_tile(num_m) for num_m in range(1, 7))
