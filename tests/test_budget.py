@@ -157,13 +157,71 @@ class TestWorthOfEnding:
 
     def test_the_last_row_bears_what_one_costs(self) -> None:
         times = StepTimes((1, 2, 3), (1.0, 1.1, 1.2))
-        # Half of it; the other half is borne alike.
-        assert self.worth([10, 100, 1000], times) == pytest.approx([0.25, 0.25, 0.7])
+        # Three quarters of it; the rest is borne alike.
+        assert self.worth([10, 100, 1000], times) == pytest.approx([0.175, 0.175, 0.85])
 
     def test_rows_that_may_end_at_any_time_are_more_alike(self) -> None:
         times = StepTimes((1, 2), (1.0, 1.1))
         surely, perhaps = (self.worth([80, 100], times, ends=ends) for ends in (False, True))
         assert surely[0] < perhaps[0] < perhaps[1] < surely[1]
+
+
+class TestSteps:
+    """What is learned from steps as they are taken."""
+
+    ROWS = (Candidate(some_draft(3, 1), 50),) * 4
+
+    def test_long_contexts_make_drafts_worth_more(self) -> None:
+        """A step that costs more, whatever is drafted, saves more."""
+        budget = taught(COMPUTE_BOUND, [True, False, False], 1)
+        before = sum(budget.choose(self.ROWS, 0, 1))
+        for _ in range(100):
+            budget.observe_step(4, 8, float(COMPUTE_BOUND(8)) + 8.0, 0.0)
+        assert sum(budget.choose(self.ROWS, 0, 1)) > before
+
+    def test_steps_as_measured_change_nothing(self) -> None:
+        budget, other = (taught(COMPUTE_BOUND, [True, False], 1) for _ in range(2))
+        for _ in range(100):
+            budget.observe_step(4, 8, float(COMPUTE_BOUND(8)), 0.0)
+        for num_waiting in (0, 1):
+            chosen = [b.choose(self.ROWS, 5, num_waiting) for b in (budget, other)]
+            assert chosen[0] == chosen[1]
+
+    @staticmethod
+    def steps_until(budget: DraftBudget, rows: Sequence[Candidate], *, paused: bool) -> int:
+        for num_steps in range(1000):
+            if budget.is_paused == paused:
+                return num_steps
+            if not budget.is_paused:
+                budget.choose(rows, 0, 1)
+            budget.observe_step(len(rows), len(rows), 1.0, 0.1)
+        raise AssertionError("never")
+
+    def test_proposing_that_gains_nothing_pauses_longer_and_longer(self) -> None:
+        budget = DraftBudget(DEAR)  # No draft is worth its price.
+        lengths = []
+        for _ in range(6):
+            assert self.steps_until(budget, self.ROWS, paused=True) == 8
+            lengths.append(self.steps_until(budget, self.ROWS, paused=False))
+        assert lengths == [16, 32, 64, 128, 256, 256]
+
+    def test_drafts_that_gain_are_not_paused(self) -> None:
+        budget = taught(FREE, [True], 1)
+        with pytest.raises(AssertionError, match="never"):
+            self.steps_until(budget, self.ROWS, paused=True)
+
+    def test_a_pause_after_a_gain_is_short_again(self) -> None:
+        budget, free = DraftBudget(DEAR), DraftBudget(FREE)
+        for _ in range(3):
+            self.steps_until(budget, self.ROWS, paused=True)
+            self.steps_until(budget, self.ROWS, paused=False)
+        budget._times = free._times
+        for _ in range(8):
+            budget.choose(self.ROWS, 0, 1)
+            budget.observe_step(4, 4, 1.0, 0.1)
+        budget._times = DEAR
+        self.steps_until(budget, self.ROWS, paused=True)
+        assert self.steps_until(budget, self.ROWS, paused=False) == 16
 
 
 @dataclass

@@ -21,9 +21,11 @@ from tests.fakes import (
 )
 from tests.mixing import VOCAB, mixed_answer, mixing_target, request
 from workers.backend import KVCache, StepBatch
+from workers.budget import DraftBudget
 from workers.engine import Engine
 from workers.ngram import NgramProposer
 from workers.request import Request
+from workers.step_times import StepTimes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -291,3 +293,19 @@ def test_the_cache_check_sees_rejected_drafts() -> None:
     assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
     assert lengths[0] == 12
     assert all(later > earlier for earlier, later in pairwise(lengths[:-1]))
+
+
+def test_a_paused_budget_asks_for_no_drafts() -> None:
+    prompts = {f"r{i}": (i, 2, 3) for i in range(3)}
+    answers = {name: mixed_answer(prompt, 20) for name, prompt in prompts.items()}
+    budget = DraftBudget(StepTimes((1, 64), (1.0, 1.0)))
+    for num_paused in (0, 10**6):
+        budget._num_paused = num_paused
+        engine = make_engine(
+            mixing_target(), scripted(answers, [99], VOCAB), num_spec_tokens=3, budget=budget
+        )
+        completions = list(engine.generate(request(*item, 20) for item in prompts.items()))
+        assert {c.request.id: list(c.token_ids) for c in completions} == answers
+        num_drafted = sum(c.stats.num_draft_tokens for c in completions)
+        assert (num_drafted == 0) == bool(num_paused)
+    assert budget._num_paused == 10**6 - 19  # Of 20 passes, the first is the prompts'.

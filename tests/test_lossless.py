@@ -52,7 +52,7 @@ PROPOSERS = (*VARIANTS, *SCRIPTS, "some-rows-draft")
 BUDGETS = {
     "in-full": None,
     "budget-flat": StepTimes((1, 64), (1.0, 1.4)),
-    "budget-steep": StepTimes((1, 2, 4, 8, 64), (1.0, 1.02, 1.3, 3.0, 24.0)),
+    "budget-steep": StepTimes((1, 2, 4, 8, 64), (1.0, 1.02, 1.2, 2.0, 16.0)),
 }
 
 

@@ -3,12 +3,14 @@
 A drafted token costs what one more token adds to the pass (`workers.step_times`). It is worth the
 seconds that its acceptance saves, times how likely that is. The likelihood is learned from what
 became of earlier drafts, those included that were proposed and not verified. (The idea of a budget from
-measured step times: SmartSpec, arXiv 2406.14066.) Whatever is chosen, the answers are the same.
+measured step times: SmartSpec, arXiv 2406.14066.) What steps cost beyond the measured times, for
+attention over long rows above all, is learned as they are taken, and so is what proposing costs: where
+drafts do not earn that, they are left alone for some time. Whatever is chosen, the answers are the same.
 
 Legend: B rows, k drafted tokens.
 """
 
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,22 +28,26 @@ _PRIOR_WEIGHT = 8.0
 _MEMORY = 1000.0  # Tokens after which the past counts half.
 _INTERVALS = 32
 # Of a step's price, what every row bears alike: which rows will be the last is not known for sure.
-_SHARED_ALIKE = 0.5
+_SHARED_ALIKE = 0.25
+_LEARNED = 1 / 16  # Share of a new step in what is learned about steps.
+_MARGIN = 2.0  # Gains are estimates, and chosen for being large.
+_WINDOW = 8  # Steps after which what drafts gained is held against what proposing them cost.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 256  # Steps without drafts where that was more.
 
 
 class AcceptanceRates:
     """How often drafted tokens were right, given that those before them were, by their confidence."""
 
     def __init__(self) -> None:
-        self._right: defaultdict[int, float] = defaultdict(float)
-        self._seen: defaultdict[int, float] = defaultdict(float)
+        self._right = [
+            _PRIOR_WEIGHT * prior * (0.5 + 0.5 * share) for prior in _PRIOR for share in _SHARES
+        ]
+        self._seen = [_PRIOR_WEIGHT] * len(self._right)
 
     def rate(self, confidence: Confidence) -> float:
         """The chance that a token of this confidence is right; between 0 and 1."""
         bucket = _bucket(confidence)
-        prior = _PRIOR[bucket // len(_SHARES)] * (0.5 + 0.5 * confidence.share)
-        right = self._right[bucket] + prior * _PRIOR_WEIGHT
-        return right / (self._seen[bucket] + _PRIOR_WEIGHT)
+        return self._right[bucket] / self._seen[bucket]
 
     def observe(self, draft: Draft, token_ids: Sequence[int]) -> None:
         """Learn from the tokens that came where `draft` (verified or not) had been proposed."""
@@ -58,9 +64,8 @@ class AcceptanceRates:
 
 
 def _bucket(confidence: Confidence) -> int:
-    length = sum(confidence.match_length >= edge for edge in _LENGTHS) - 1
-    share = sum(confidence.share >= edge for edge in _SHARES) - 1
-    return max(length, 0) * len(_SHARES) + share
+    length = max(bisect_right(_LENGTHS, confidence.match_length), 1) - 1
+    return length * len(_SHARES) + bisect_right(_SHARES, confidence.share) - 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,20 @@ class DraftBudget:
         self._times = times
         self._rates = AcceptanceRates()
         self._num_tokens, self._num_ends = 200.0, 1.0
+        self._beyond = 0.0  # Seconds of a step, for each of its rows, beyond what `times` say.
+        self._gain = self._cost = (
+            0.0  # Seconds that the drafts of a window save, and cost to propose.
+        )
+        self._num_proposed, self._num_paused = (
+            0,
+            0,
+        )  # Steps with proposals; steps yet to do without.
+        self._pause = _SHORTEST_PAUSE
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether proposing costs more than it gains, as far as known: the next step can do without."""
+        return self._num_paused > 0
 
     def observe(self, draft: Draft, token_ids: Sequence[int], *, ended: bool) -> None:
         """Learn what came (`token_ids`) where `draft` had been proposed, and whether the answer ended
@@ -93,6 +112,34 @@ class DraftBudget:
         self._rates.observe(draft, token_ids)
         self._num_tokens += len(token_ids)
         self._num_ends += ended
+
+    def observe_step(
+        self, num_rows: int, num_tokens: int, seconds: float, seconds_drafting: float
+    ) -> None:
+        """Learn what a step took, and what proposing drafts for it had taken.
+
+        Args:
+            num_rows: decoding rows; prompts had no part in the step.
+            num_tokens: theirs, drafted ones included.
+            seconds: of the step, without what drafts took.
+            seconds_drafting: to propose and to choose.
+        """
+        beyond = (seconds - float(self._times(num_tokens))) / num_rows
+        self._beyond += (max(beyond, 0.0) - self._beyond) * _LEARNED
+        if self.is_paused:
+            self._num_paused -= 1
+            return
+        self._cost += seconds_drafting
+        self._num_proposed += 1
+        if self._num_proposed < _WINDOW:
+            return
+        if self._gain < _MARGIN * self._cost:
+            self._num_paused = self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        else:
+            self._pause = _SHORTEST_PAUSE
+        self._gain = self._cost = 0.0
+        self._num_proposed = 0
 
     def choose(
         self, rows: Sequence[Candidate], num_prompt_tokens: int, num_waiting: int
@@ -111,7 +158,7 @@ class DraftBudget:
         if not len(owners):
             return [0] * len(rows)
         num_rows = len(rows)
-        costs_k = self._times(num_rows + np.arange(len(owners) + 1))
+        costs_k = self._times(num_rows + np.arange(len(owners) + 1)) + self._beyond * num_rows
         best_k = np.concatenate([[0.0], np.sort(chances)[::-1].cumsum()])
         seconds_per_token = float(np.min(costs_k / (num_rows + best_k)))
         if num_waiting:
@@ -123,8 +170,9 @@ class DraftBudget:
             costs_k = self._times(num_rows + num_prompt_tokens + np.arange(len(owners) + 1))
         order = np.argsort(-worth, kind="stable")  # Stable: a row's tokens keep their order.
         gains_k = np.concatenate([[0.0], worth[order].cumsum()]) - (costs_k - costs_k[0])
-        chosen = owners[order[: int(gains_k.argmax())]]
-        return [int(n) for n in np.bincount(chosen, minlength=num_rows)]
+        best = int(gains_k.argmax())
+        self._gain += float(gains_k[best])
+        return [int(n) for n in np.bincount(owners[order[:best]], minlength=num_rows)]
 
     def _chances(self, rows: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
         """For every drafted token, its row and the chance that it and all before it are accepted."""
@@ -152,9 +200,9 @@ class DraftBudget:
         at = np.linspace(0, left_B1.max(), _INTERVALS + 1)
         there = np.where(at < left_B1, (1 - rate_B1) ** at, 0.0)  # Chance that a row is not over.
         sizes = there.sum(axis=0)
-        cheaper = -np.diff(self._times(sizes))
+        cheaper = -np.diff(self._times(sizes) + self._beyond * sizes)
         ending = -np.diff(there, axis=1)
         worth_B = (ending * (cheaper / np.maximum(ending.sum(axis=0), 1e-12))).sum(axis=1)
-        alike = float(self._times(len(rows))) / len(rows)
+        alike = float(self._times(len(rows))) / len(rows) + self._beyond
         result: np.ndarray = _SHARED_ALIKE * alike + (1 - _SHARED_ALIKE) * worth_B
         return result

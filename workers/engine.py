@@ -125,15 +125,18 @@ class Engine:
         phases.lap("host")
         num_prompt_tokens = sum(len(window.token_ids) for window in prompts)
         decoding = self._plan_decoding(num_prompt_tokens)
-        phases.lap("draft")
+        drafting = phases.lap("draft")
         if windows := decoding + prompts:
             logits = self._verify(windows)
-            phases.lap_pass(num_prompt_tokens, sum(len(window.token_ids) for window in decoding))
+            num_tokens = sum(len(window.token_ids) for window in decoding)
+            seconds = phases.lap_pass(num_prompt_tokens, num_tokens)
             at = 0
             for window in windows:
                 self._accept(window, logits, at)
                 at += window.num_logits
-            phases.lap("accept")
+            seconds += phases.lap("accept")
+            if self._budget is not None and not prompts:
+                self._budget.observe_step(len(decoding), num_tokens, seconds, drafting)
         finished = self._retire()
         phases.lap("host")
         return refused + finished
@@ -189,7 +192,10 @@ class Engine:
     def _plan_decoding(self, num_prompt_tokens: int) -> list[_Window]:
         """The newest token of every decoding row, and what is drafted behind it."""
         rows = [row for row in self._rows if not row.is_prefilling]
-        drafts = [row.propose(self._limits.num_spec_tokens) for row in rows]
+        if self._budget is not None and self._budget.is_paused:
+            drafts = [_NO_DRAFT] * len(rows)
+        else:
+            drafts = [row.propose(self._limits.num_spec_tokens) for row in rows]
         lengths = self._draft_lengths(rows, drafts, num_prompt_tokens)
         return [
             _Window(row, [row.token_ids[-1], *draft.token_ids[:n]], n + 1, draft, n)

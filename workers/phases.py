@@ -27,16 +27,19 @@ class Phases:
         """Begin to count."""
         self._since = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        """Count the time since the last call as `name`."""
-        setattr(self, name, getattr(self, name) + self._elapsed())
+    def lap(self, name: str) -> float:
+        """Count the time since the last call as `name`; returns it."""
+        seconds = self._elapsed()
+        setattr(self, name, getattr(self, name) + seconds)
+        return seconds
 
-    def lap_pass(self, num_prompt_tokens: int, num_other_tokens: int) -> None:
-        """Count it as a pass of the model over so many tokens."""
+    def lap_pass(self, num_prompt_tokens: int, num_other_tokens: int) -> float:
+        """Count it as a pass of the model over so many tokens; returns it."""
         seconds = self._elapsed()
         share = num_prompt_tokens / (num_prompt_tokens + num_other_tokens)
         self.prefill += seconds * share
         self.verify += seconds * (1 - share)
+        return seconds
 
     def _elapsed(self) -> float:
         now = time.perf_counter()

@@ -25,6 +25,7 @@ TILE_K = 16  # Inputs per step of a floating tile; both operands are padded to a
 TILE_N = 2  # Outputs of a floating tile.
 TILE_M = 4  # Tokens of the largest tile.
 _HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+_AHEAD = 64  # Rows that a mixing tile asks for ahead: at the end of a page the CPU does not.
 MIX_LANES = 32  # Outputs of a mixing tile,
 MIX_VECTOR = 16 if _HAS_AVX512 else 8  # in vectors of so many,
 MIX_ROWS = 6 if _HAS_AVX512 else 3  # for rows whose sums fit the registers.
@@ -260,6 +261,7 @@ def _mix_tile(num_m: int) -> Any:
         loop = Loop(b, "mix")
         sums = [[loop.value(first) for first in row] for row in start]
         row = b.add(rows, b.mul(b.mul(loop.index, row_stride), index(2)))
+        prefetch(b, b.add(row, b.mul(row_stride, index(2 * _AHEAD))))
         b_row = [_widen_bf16(b, load(b, b.add(row, index(2 * offset)), bits)) for offset in offsets]
         new = {}
         for m in range(num_m):
