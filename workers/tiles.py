@@ -26,9 +26,9 @@ TILE_N = 2  # Outputs of a floating tile.
 TILE_M = 4  # Tokens of the largest tile.
 _HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 _AHEAD = 64  # Rows that a mixing tile asks for ahead: at the end of a page the CPU does not.
+VECTOR = 16 if _HAS_AVX512 else 8  # float32 of a register.
 MIX_LANES = 32  # Outputs of a mixing tile,
-MIX_VECTOR = 16 if _HAS_AVX512 else 8  # in vectors of so many,
-MIX_ROWS = 6 if _HAS_AVX512 else 3  # for rows whose sums fit the registers.
+MIX_ROWS = 6 if _HAS_AVX512 else 3  # and the rows whose sums fit the registers.
 
 _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.FloatType())
 _LANES = 8
@@ -104,6 +104,14 @@ def _sum_lanes(b: ir.IRBuilder, vectors: list[_Value]) -> _Value:
             for left, right in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]
+
+
+def _halved(b: ir.IRBuilder, vector: _Value) -> _Value:
+    """A vector of _LANES lanes: the sums of a longer one's halves."""
+    if vector.type.count == _LANES:
+        return vector
+    parts = (ir.Constant(ir.VectorType(_I32, _LANES), [*range(i, i + _LANES)]) for i in (0, _LANES))
+    return b.fadd(*(b.shuffle_vector(vector, vector, part) for part in parts))
 
 
 class Loop:
@@ -200,7 +208,7 @@ def _float_tile(num_m: int) -> Any:
     x and w are addresses of row-major rows of K items, float32 and bfloat16; K a multiple of TILE_K. out
     has room for TILE_M * TILE_N items, and what the tile does not compute of them is left undefined.
     """
-    vector = ir.VectorType(_F32, _LANES)
+    vector = ir.VectorType(_F32, VECTOR)
 
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
         x, w, size_k, out = args
@@ -211,10 +219,10 @@ def _float_tile(num_m: int) -> Any:
             at = b.add(loop.index, index(offset))
             items = [b.add(b.mul(size_k, index(i)), at) for i in range(count)]
             addresses = [b.add(base, b.mul(item, index(size))) for item in items]
-            return [load(b, address, ir.VectorType(lane_type, _LANES)) for address in addresses]
+            return [load(b, address, ir.VectorType(lane_type, VECTOR)) for address in addresses]
 
         sums = first
-        for offset in range(0, TILE_K, _LANES):
+        for offset in range(0, TILE_K, VECTOR):
             x_rows = rows(x, num_m, 4, _F32, offset)
             w_rows = [_widen_bf16(b, bits) for bits in rows(w, TILE_N, 2, _I16, offset)]
             sums = [
@@ -224,7 +232,7 @@ def _float_tile(num_m: int) -> Any:
         loop.close(
             TILE_K, size_k, {first[m][n]: sums[m][n] for m in range(num_m) for n in range(TILE_N)}
         )
-        store(b, _sum_lanes(b, [total for row in sums for total in row]), out)
+        store(b, _sum_lanes(b, [_halved(b, total) for row in sums for total in row]), out)
         return context.get_dummy_value()
 
     @intrinsic
@@ -241,8 +249,8 @@ def _mix_tile(num_m: int) -> Any:
     in items: a and out are float32 rows, b is bfloat16 rows. j runs from 0 to count - 1, in order, so
     that a sum may be continued later, and count is at least 1.
     """
-    vector, bits = ir.VectorType(_F32, MIX_VECTOR), ir.VectorType(_I16, MIX_VECTOR)
-    offsets = range(0, MIX_LANES, MIX_VECTOR)
+    vector, bits = ir.VectorType(_F32, VECTOR), ir.VectorType(_I16, VECTOR)
+    offsets = range(0, MIX_LANES, VECTOR)
 
     def codegen(context: Any, b: ir.IRBuilder, _signature: Any, args: list[_Value]) -> _Value:
         weights, stride, rows, row_stride, count, fresh, out, out_stride = args
@@ -267,7 +275,7 @@ def _mix_tile(num_m: int) -> Any:
         for m in range(num_m):
             at = b.add(b.mul(stride, index(m)), loop.index)
             address = b.add(weights, b.mul(at, index(4)))
-            weight = spread(b, b.load(b.inttoptr(address, _F32.as_pointer())), MIX_VECTOR)
+            weight = spread(b, b.load(b.inttoptr(address, _F32.as_pointer())), VECTOR)
             for total, lanes in zip(sums[m], b_row, strict=True):
                 new[total] = _fma(b, weight, lanes, total)
         loop.close(1, count, new)
