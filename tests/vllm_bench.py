@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument("--vllm", nargs="+", default=list(VLLM))
     parser.add_argument("--dtype", default="bfloat16", help="vLLM's, for what is not int8")
     parser.add_argument("--head", default="int8", help="this engine's")
-    parser.add_argument("--output", type=Path, help="where the numbers go as JSON")
+    parser.add_argument(
+        "--output", type=Path, help="where the numbers go as JSON, with the lengths of the prompts"
+    )
     arguments = parser.parse_args()
     if not arguments.vllm_python:
         print("skipped: no vLLM here (give --vllm-python or $VLLM_PYTHON)")
@@ -82,7 +84,8 @@ def main() -> int:
     if any(engine.saturates for engine in engines):
         print("\nvLLM's int8 product saturates on this CPU: its tokens are wrong, its time is not.")
     if arguments.output:
-        arguments.output.write_text(json.dumps({"job": job, "runs": runs}, indent=1) + "\n")
+        told = job | {"folder": arguments.folder.name, "prompts": [len(p) for p in job["prompts"]]}
+        arguments.output.write_text(json.dumps({"job": told, "runs": runs}, indent=1) + "\n")
     return 0
 
 
