@@ -133,7 +133,8 @@ def describe_weights(report: dict[str, Any]) -> dict[str, Any]:
 def _format_weights(summary: dict[str, Any]) -> str:
     weights = summary["weights"]
     if weights["recipe"] is None:
-        return str(summary["precision"])
+        is_foreign = summary["precision"] == "w8a8"
+        return f"{summary['precision']}{', as the checkpoint has them' if is_foreign else ''}"
     text = f"{summary['precision']} ({weights['recipe']}), {weights['int8_share_of_linears']:.1%} of the "
     text += "linears in int8"
     if weights["top1_agreement"] is None:

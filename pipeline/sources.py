@@ -84,6 +84,9 @@ def _parse_line(line: bytes, row: int, where: str) -> RawRow:
         return RawRow(
             row, where, None, f"{where}: not UTF-8 ({error.reason} at byte {error.start})"
         )
+    except json.JSONDecodeError as error:  # Of one line; its own line number would confuse.
+        reason = f"{error.msg} at column {error.colno}"
+        return RawRow(row, where, None, f"{where}: bad JSON ({reason})")
     except ValueError as error:
         return RawRow(row, where, None, f"{where}: bad JSON ({error})")
     except RecursionError:

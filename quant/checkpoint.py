@@ -118,7 +118,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if architecture.tied_head:
         present.discard(HEAD)  # Some exporters write the tied copy too.
     if missing := sorted(expected.keys() - present):
-        raise CheckpointError(f"{folder}: {len(missing)} tensors missing, such as {missing[0]}")
+        raise CheckpointError(f"{folder}: tensors missing: {len(missing)}, such as {missing[0]}")
     if unknown := sorted(present - expected.keys()):
         raise CheckpointError(
             f"{folder}: {len(unknown)} tensors not understood, such as {unknown[0]}"

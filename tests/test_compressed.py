@@ -698,7 +698,7 @@ def test_weights_of_another_shape_are_refused(made: Path) -> None:
 def test_a_missing_scale_is_refused(made: Path) -> None:
     change_tensors(made, **{f"{Q_PROJ}.weight_scale": None})
     with pytest.raises(
-        CheckpointError, match=rf"1 tensors missing, such as {Q_PROJ}\.weight_scale"
+        CheckpointError, match=rf"tensors missing: 1, such as {Q_PROJ}\.weight_scale"
     ):
         open_checkpoint(made)
 

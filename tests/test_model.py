@@ -364,7 +364,7 @@ def _rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 def test_missing_tensor_is_refused(llama: Path) -> None:
     _rewrite(llama, {"model.layers.0.mlp.up_proj.weight": None})
     with pytest.raises(
-        CheckpointError, match=r"1 tensors missing, such as model\.layers\.0\.mlp\.up_proj\.weight"
+        CheckpointError, match=r"tensors missing: 1, such as model\.layers\.0\.mlp\.up_proj\.weight"
     ):
         open_checkpoint(llama)
 

@@ -55,7 +55,7 @@ def test_line_separators_inside_a_string_end_no_line(tmp_path: Path) -> None:
 # name -> (the second of three lines, what its error must say)
 BAD_LINES: dict[str, tuple[bytes, str]] = {
     "cut off": (b'{"prompt": "a', "bad JSON"),
-    "single quotes": (b"{'prompt': 'a'}", "bad JSON"),
+    "single quotes": (b"{'prompt': 'a'}", "double quotes at column 2)"),
     "two objects": (b'{"a": 1} {"a": 2}', "bad JSON"),
     "a trailing comma": (b'{"a": 1,}', "bad JSON"),
     "an array": (b"[1, 2]", "not a JSON object"),
@@ -85,6 +85,7 @@ def test_a_bad_line_says_where_and_harms_no_neighbour(tmp_path: Path, name: str)
     assert bad.error is not None
     assert bad.error.startswith(f"{path}: line 3: ")
     assert reason in bad.error
+    assert "line" not in bad.error.removeprefix(f"{path}: line 3: ")  # Its only line is this one.
 
 
 def test_a_whole_character_spelled_as_two_escapes(tmp_path: Path) -> None:
