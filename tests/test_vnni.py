@@ -64,7 +64,7 @@ def test_a_linear_has_the_same_bits_as_by_the_other_tile(
     outs = []
     for linear in (matmul.linear_int8, matmul.linear_vnni):
         out = np.ones((num_rows, num_outputs), np.float32)
-        linear(x_MK, max_code, packed.data_ptr(), scale, bias, add, out)
+        linear(x_MK, False, max_code, packed.data_ptr(), scale, bias, add, out)
         outs.append(out)
     np.testing.assert_array_equal(*outs)
 
@@ -74,7 +74,7 @@ def test_a_row_that_is_not_finite_is_seen() -> None:
     x_MK[1, 5] = np.nan
     packed = pack(torch.from_numpy(codes(16, 16, 5)))
     ones, out = np.ones(16, np.float32), np.empty((3, 16), np.float32)
-    matmul.linear_vnni(x_MK, MAX_CODE, packed.data_ptr(), ones, ones, False, out)
+    matmul.linear_vnni(x_MK, False, MAX_CODE, packed.data_ptr(), ones, ones, False, out)
     assert np.isnan(out).all(axis=1).tolist() == [False, True, False]
 
 

@@ -144,7 +144,16 @@ class _Int8Linear(_CpuLinear):
         self._kernel = matmul.linear_vnni if uses_vnni(weights) else matmul.linear_int8
 
     def _run(self, x_TK: np.ndarray, out_TN: np.ndarray, *, add: bool) -> None:
-        self._kernel(x_TK, self._max_code, self._address, self._scale, self._bias, add, out_TN)
+        self._quantize_and_multiply(x_TK, out_TN, gated=False, add=add)
+
+    def add_silu_to_(self, x_TN: torch.Tensor, gate_up_TJ: torch.Tensor) -> None:
+        self._quantize_and_multiply(_array(gate_up_TJ), x_TN.numpy(), gated=True, add=True)
+
+    def _quantize_and_multiply(
+        self, x: np.ndarray, out_TN: np.ndarray, *, gated: bool, add: bool
+    ) -> None:
+        weights = self._address, self._scale, self._bias
+        self._kernel(x, gated, self._max_code, *weights, add, out_TN)
 
 
 def uses_vnni(weights: LinearWeights) -> bool:

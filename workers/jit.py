@@ -26,6 +26,7 @@ numba.config.CACHE_DIR = str(  # type: ignore[attr-defined]
     cache_folder() / "kernels" / _digest()
 )
 
-kernel = partial(numba.njit, nogil=True, cache=True)
+# numpy's errors: a check for zero before every division would keep its loop from being vectorized.
+kernel = partial(numba.njit, nogil=True, cache=True, error_model="numpy")
 parallel_kernel = partial(kernel, parallel=True)
 inlined = partial(numba.njit, inline="always")

@@ -77,29 +77,43 @@ def exp(x):  # type: ignore[no-untyped-def]
     return y * as_float(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
+@kernel()
+def _quantize_row(x_K, limit, codes_K):  # type: ignore[no-untyped-def]
+    """Write the codes, and zeros where there are more of them than items; returns the scale."""
+    most = np.int32(0)  # As bits, which are in the order of the floats, NaN above all of them.
+    for k in range(x_K.size):
+        most = max(most, np.int32(as_int(x_K[k]) & _NO_SIGN))
+    finite = most < _INFINITY
+    # NaN or infinity: the scale carries it to every output of the row.
+    scale = (as_float(most) if finite else np.float32(np.nan)) / limit
+    if scale == 0:  # A row of zeros, or so small that its scale is: its codes are zeros.
+        scale = np.float32(1)
+    for k in range(x_K.size):
+        code = np.rint(x_K[k] / scale) if finite else np.float32(0)
+        codes_K[k] = np.int16(min(max(code, -limit), limit))
+    for k in range(x_K.size, codes_K.size):
+        codes_K[k] = 0
+    return scale
+
+
 @parallel_kernel()
 def quantize_rows(x_MK, max_code, codes_MK, scale_M):  # type: ignore[no-untyped-def]
     """Symmetric codes (int8 or int16) and scales (float32) of each row; see quant.int8.
 
     codes may be wider than x; the padding is set to zero.
     """
-    M, K = x_MK.shape
-    limit = np.float32(max_code)
-    for m in prange(M):
-        most = np.int32(0)  # As bits, which are in the order of the floats, NaN above all of them.
-        for k in range(K):
-            most = max(most, np.int32(as_int(x_MK[m, k]) & _NO_SIGN))
-        finite = most < _INFINITY
-        # NaN or infinity: the scale carries it to every output of the row.
-        scale = (as_float(most) if finite else np.float32(np.nan)) / limit
-        if scale == 0:  # A row of zeros, or so small that its scale is: its codes are zeros.
-            scale = np.float32(1)
-        scale_M[m] = scale
-        for k in range(K):
-            code = np.rint(x_MK[m, k] / scale) if finite else np.float32(0)
-            codes_MK[m, k] = np.int16(min(max(code, -limit), limit))
-        for k in range(K, codes_MK.shape[1]):
-            codes_MK[m, k] = 0
+    for m in prange(x_MK.shape[0]):
+        scale_M[m] = _quantize_row(x_MK[m], np.float32(max_code), codes_MK[m])
+
+
+@parallel_kernel()
+def quantize_gated_rows(gate_up_MJ, max_code, codes_MI, scale_M):  # type: ignore[no-untyped-def]
+    """As `quantize_rows`, of gate * sigmoid(gate) * up for rows that hold gate, then up."""
+    size = gate_up_MJ.shape[1] // 2
+    for m in prange(gate_up_MJ.shape[0]):
+        h_I = np.empty(size, np.float32)
+        _silu_row(gate_up_MJ[m], h_I)
+        scale_M[m] = _quantize_row(h_I, np.float32(max_code), codes_MI[m])
 
 
 @parallel_kernel()
@@ -137,11 +151,15 @@ def rms_norm(x_MK, gain_K, eps, out_MK):  # type: ignore[no-untyped-def]
         norm_row(x_MK[m], gain_K, eps, out_MK[m])
 
 
+@kernel()
+def _silu_row(gate_up_J, out_I):  # type: ignore[no-untyped-def]
+    gate_I, up_I = gate_up_J[: out_I.size], gate_up_J[out_I.size :]
+    for i in range(out_I.size):
+        out_I[i] = gate_I[i] / (np.float32(1) + exp(-gate_I[i])) * up_I[i]
+
+
 @parallel_kernel()
 def silu_mul(gate_up_MJ, out_MI):  # type: ignore[no-untyped-def]
     """Set out = gate * sigmoid(gate) * up for rows that hold gate, then up."""
-    M, I = out_MI.shape  # noqa: E741
-    for m in prange(M):
-        for i in range(I):
-            gate = gate_up_MJ[m, i]
-            out_MI[m, i] = gate / (np.float32(1) + exp(-gate)) * gate_up_MJ[m, I + i]
+    for m in prange(out_MI.shape[0]):
+        _silu_row(gate_up_MJ[m], out_MI[m])

@@ -168,29 +168,45 @@ def matmul_bf16(x_MK, w_NK, bias_N, add, out_MN):  # type: ignore[no-untyped-def
                     m0 += rows
 
 
+@inlined()
+def _quantize(x_MJ, gated, max_code, codes_MK, scale_M):  # type: ignore[no-untyped-def]
+    if gated:
+        kernels.quantize_gated_rows(x_MJ, max_code, codes_MK, scale_M)
+    else:
+        kernels.quantize_rows(x_MJ, max_code, codes_MK, scale_M)
+
+
+@inlined()
+def _padded_inputs(num_columns, gated):  # type: ignore[no-untyped-def]
+    size = num_columns // 2 if gated else num_columns
+    return (size + PACK_STEP - 1) // PACK_STEP * PACK_STEP
+
+
 @kernel()
-def linear_int8(x_MK, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
-    """Quantize float32 x [M, K] row by row, then as `matmul_int8`."""
-    M, K = x_MK.shape
-    codes_MK = np.empty((M, (K + PACK_STEP - 1) // PACK_STEP * PACK_STEP), np.int16)
+def linear_int8(x_MJ, gated, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
+    """Quantize float32 x [M, K] row by row, then as `matmul_int8`.
+
+    If `gated`, x holds gate and up [M, 2 K], and what is quantized is silu(gate) * up.
+    """
+    M = x_MJ.shape[0]
+    codes_MK = np.empty((M, _padded_inputs(x_MJ.shape[1], gated)), np.int16)
     scale_M = np.empty(M, np.float32)
-    kernels.quantize_rows(x_MK, max_code, codes_MK, scale_M)
+    _quantize(x_MJ, gated, max_code, codes_MK, scale_M)
     matmul_int8(codes_MK, scale_M, w, w_scale_N, bias_N, add, out_MN)
 
 
 @kernel()
-def linear_vnni(x_MK, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
+def linear_vnni(x_MJ, gated, max_code, w, w_scale_N, bias_N, add, out_MN):  # type: ignore[no-untyped-def]
     """As `linear_int8`, by `matmul_vnni`."""
-    M, K = x_MK.shape
-    padded = (K + PACK_STEP - 1) // PACK_STEP * PACK_STEP
+    M, padded = x_MJ.shape[0], _padded_inputs(x_MJ.shape[1], gated)
     scale_M = np.empty(M, np.float32)
     num_bytes = 1 if max_code <= MAX_CODE else 2
     codes_MBK = np.empty((M, num_bytes, padded), np.int8)
     if num_bytes == 1:
-        kernels.quantize_rows(x_MK, max_code, codes_MBK.reshape(M, padded), scale_M)
+        _quantize(x_MJ, gated, max_code, codes_MBK.reshape(M, padded), scale_M)
     else:
         codes_MK = np.empty((M, padded), np.int16)
-        kernels.quantize_rows(x_MK, max_code, codes_MK, scale_M)
+        _quantize(x_MJ, gated, max_code, codes_MK, scale_M)
         for m in range(M):
             for k in range(padded):
                 high = (codes_MK[m, k] + 128) >> 8
