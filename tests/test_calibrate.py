@@ -441,8 +441,8 @@ def naive_quantized(
 ) -> list[torch.Tensor]:
     """Logits of transformers' model with every linear and its input rounded."""
     model = load_reference(folder)
-    head_code = min(2**15 - 1, (2**31 - 1) // (128 * model.config.hidden_size))
-    down_code = min(2**15 - 1, (2**31 - 1) // (128 * model.config.intermediate_size))
+    head_code = min(127 * 256 + 127, (2**31 - 1) // (128 * model.config.hidden_size))
+    down_code = min(127 * 256 + 127, (2**31 - 1) // (128 * model.config.intermediate_size))
 
     def quantize(module: Any, max_code: int) -> None:
         module.weight = torch.nn.Parameter(round_to_codes(module.weight.data))

@@ -95,13 +95,19 @@ def _mix(num, a, a_stride, b, b_stride, count, fresh, out, out_stride):  # type:
 
 
 @kernel()
-def _mix_all(a, num, a_stride, b, size, count, fresh, out):  # type: ignore[no-untyped-def]
-    """Set out = a @ b, or add that: `num` rows of `count` weights, `count` rows of `size` items."""
+def _mix_all(weights_QL, first, num, column, count, b, size, fresh, out):  # type: ignore[no-untyped-def]
+    """Set out = weights @ b or add that, for `num` rows of weights and `count` columns of them.
+
+    b holds `count` rows of `size` items. The weights come as an array, not as an address: numba frees
+    an array behind the last place that names it.
+    """
+    stride = weights_QL.shape[1]
+    a = weights_QL.ctypes.data + (first * stride + column) * 4
     for d in range(0, size, _LANES):
         for r in range(0, num, _MOST):
             rows = min(_MOST, num - r)
             at = out + (r * size + d) * 4
-            _mix(rows, a + r * a_stride * 4, a_stride, b + d * 2, size, count, fresh, at, size)
+            _mix(rows, a + r * stride * 4, stride, b + d * 2, size, count, fresh, at, size)
 
 
 @inlined()
@@ -155,12 +161,12 @@ def _attend_together(q_QP, num_heads, positions_T, window, keys_CPK, values_LP, 
         end = positions_T[r // num_heads] + 1 - start * KEYS
         sums_Q[r] = _exponentials(weights_QL[r, offset:end], factor)
     values, out = values_LP.ctypes.data, out_QP.ctypes.data
-    _mix_all(weights + offset * 4, Q, width, values + first * P * 2, P, num_seen - first, True, out)
+    _mix_all(weights_QL, 0, Q, offset, num_seen - first, values + first * P * 2, P, True, out)
     for r in range(num_heads, Q, num_heads):  # What later tokens see beyond that.
-        more = weights + (r * width + num_seen - start * KEYS) * 4
+        column, beyond = num_seen - start * KEYS, values + num_seen * P * 2
         count = positions_T[r // num_heads] + 1 - num_seen
-        at, beyond = out + r * P * 4, values + num_seen * P * 2
-        _mix_all(more, num_heads, width, beyond, P, count, False, at)
+        at = out + r * P * 4
+        _mix_all(weights_QL, r, num_heads, column, count, beyond, P, False, at)
     for r in range(Q):
         for p in range(P):
             out_QP[r, p] /= sums_Q[r]
