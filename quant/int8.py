@@ -32,9 +32,8 @@ _BLOCK = 16384  # Rows quantized at once.
 
 def max_activation_code(num_inputs: int) -> int:
     """The largest code of two signed bytes whose sums with int8 weights over K inputs fit an int32."""
-    return min(
-        MAX_WIDE_CODE, _INT32_MAX // (128 * num_inputs)
-    )  # Other tools also use the code -128.
+    # Other tools also use the code -128.
+    return min(MAX_WIDE_CODE, _INT32_MAX // (128 * num_inputs))
 
 
 def activation_code(config: QuantConfig, name: str, num_inputs: int) -> int:

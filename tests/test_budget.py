@@ -210,6 +210,14 @@ class TestSteps:
         with pytest.raises(AssertionError, match="never"):
             self.steps_until(budget, self.ROWS, paused=True)
 
+    def test_gains_beside_prompts_do_not_count(self) -> None:
+        """As what proposing takes there is not learned, either."""
+        budget = taught(FREE, [True], 1)
+        for _ in range(8):
+            assert sum(budget.choose(self.ROWS, 5, 1)) > 0
+            budget.observe_step(4, 4, 1.0, 0.1)
+        assert budget.is_paused
+
     def test_a_pause_after_a_gain_is_short_again(self) -> None:
         budget, free = DraftBudget(DEAR), DraftBudget(FREE)
         for _ in range(3):

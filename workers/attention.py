@@ -14,7 +14,7 @@ from numba import prange
 
 from workers import tiles
 from workers.jit import inlined, kernel, parallel_kernel
-from workers.kernels import SUM, as_float, as_int, exp, norm_row, to_bf16
+from workers.kernels import NO_SIGN, SUM, as_float, as_int, exp, norm_row, to_bf16
 
 KEYS = tiles.MIX_LANES  # Positions of a cell of keys.
 _LANES, _MOST = tiles.MIX_LANES, tiles.MIX_ROWS
@@ -111,10 +111,11 @@ def _mix_all(weights_QL, first, num, column, count, b, size, fresh, out):  # typ
 
 
 @inlined()
-def _ordered(value):  # type: ignore[no-untyped-def]
-    """An int32 for a float32, in the same order: a largest int is found many lanes at a time."""
-    bits = as_int(value)
-    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+def _ordered(bits):  # type: ignore[no-untyped-def]
+    """A float32's bits as an int32 in the order of the floats, and back again: a largest int is found
+    many lanes at a time.
+    """
+    return np.int32(bits ^ ((bits >> np.int32(31)) & NO_SIGN))
 
 
 @kernel(fastmath=SUM)
@@ -128,10 +129,10 @@ def _sum(x_L):  # type: ignore[no-untyped-def]
 @kernel()
 def _exponentials(scores_L, factor):  # type: ignore[no-untyped-def]
     """Turn scores into weights in place; returns their sum."""
-    most = _ordered(scores_L[0])
+    most = _ordered(as_int(scores_L[0]))
     for j in range(scores_L.size):
-        most = max(most, _ordered(scores_L[j]))
-    largest = as_float(np.int32(most ^ ((most >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+        most = max(most, _ordered(as_int(scores_L[j])))
+    largest = as_float(_ordered(most))
     for j in range(scores_L.size):
         scores_L[j] = exp((scores_L[j] - largest) * factor)
     return _sum(scores_L)

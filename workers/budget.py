@@ -90,15 +90,12 @@ class DraftBudget:
         self._times = times
         self._rates = AcceptanceRates()
         self._num_tokens, self._num_ends = 200.0, 1.0
-        self._beyond = 0.0  # Seconds of a step, for each of its rows, beyond what `times` say.
-        self._gain = self._cost = (
-            0.0  # Seconds that the drafts of a window save, and cost to propose.
-        )
-        self._num_proposed, self._num_paused = (
-            0,
-            0,
-        )  # Steps with proposals; steps yet to do without.
-        self._pause = _SHORTEST_PAUSE
+        # Seconds of a step, for each of its rows, beyond what `times` say.
+        self._beyond = 0.0
+        # Of a window: steps with proposals, the seconds drafts save there, and what proposing them takes.
+        self._num_proposed, self._gain, self._cost = 0, 0.0, 0.0
+        # Steps yet to do without proposals, and how many the next pause has.
+        self._num_paused, self._pause = 0, _SHORTEST_PAUSE
 
     @property
     def is_paused(self) -> bool:
@@ -138,8 +135,7 @@ class DraftBudget:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         else:
             self._pause = _SHORTEST_PAUSE
-        self._gain = self._cost = 0.0
-        self._num_proposed = 0
+        self._num_proposed, self._gain, self._cost = 0, 0.0, 0.0
 
     def choose(
         self, rows: Sequence[Candidate], num_prompt_tokens: int, num_waiting: int
@@ -171,7 +167,8 @@ class DraftBudget:
         order = np.argsort(-worth, kind="stable")  # Stable: a row's tokens keep their order.
         gains_k = np.concatenate([[0.0], worth[order].cumsum()]) - (costs_k - costs_k[0])
         best = int(gains_k.argmax())
-        self._gain += float(gains_k[best])
+        if not num_prompt_tokens:  # What proposing takes is learned of such steps alone, too.
+            self._gain += float(gains_k[best])
         return [int(n) for n in np.bincount(owners[order[:best]], minlength=num_rows)]
 
     def _chances(self, rows: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
@@ -192,7 +189,7 @@ class DraftBudget:
         still need are paid for by these alone. So the price of a step is shared out: what a step gets
         cheaper by in some stretch of the future goes to the rows that end there. Rows that end
         together share alike, the last one alone bears what a step costs even for one. That supposes to
-        know who ends when; as nobody does, half of the price is shared alike by all.
+        know who ends when; as nobody does, a part of the price (_SHARED_ALIKE) is borne alike by all.
         """
         left_B1 = np.array([[row.num_left] for row in rows], np.float64)
         rate = self._num_ends / self._num_tokens

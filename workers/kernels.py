@@ -17,7 +17,7 @@ from workers.jit import inlined, kernel, parallel_kernel
 SUM = {"reassoc", "nsz", "contract", "arcp"}
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_NO_SIGN, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)  # Of a float32's bits.
+NO_SIGN, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)  # Of a float32's bits.
 
 
 def _bitcast(source: types.Type, target: types.Type, target_ir: ir.Type):  # type: ignore[no-untyped-def]
@@ -82,7 +82,7 @@ def _quantize_row(x_K, limit, codes_K):  # type: ignore[no-untyped-def]
     """Write the codes, and zeros where there are more of them than items; returns the scale."""
     most = np.int32(0)  # As bits, which are in the order of the floats, NaN above all of them.
     for k in range(x_K.size):
-        most = max(most, np.int32(as_int(x_K[k]) & _NO_SIGN))
+        most = max(most, np.int32(as_int(x_K[k]) & NO_SIGN))
     finite = most < _INFINITY
     # NaN or infinity: the scale carries it to every output of the row.
     scale = (as_float(most) if finite else np.float32(np.nan)) / limit
