@@ -18,7 +18,11 @@ from workers.backend import StepBatch
 from workers.model import TargetModel
 
 _LOGGER = logging.getLogger(__name__)
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Kernels work on tiles of 8 tokens: one more than a multiple of it costs more than the next ones.
+_SIZES = (
+    *(1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32, 33, 40, 41, 48, 49, 56, 57, 64),
+    *(65, 80, 96, 128, 192, 256),
+)
 _SECONDS = 3.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 10  # Over all sizes; small models need no three seconds.
 _POSITIONS = 16  # A row of the passes that are measured.
@@ -43,10 +47,13 @@ class StepTimes:
             raise ValueError(f"step times that do not rise: {self.num_tokens}, {self.seconds}")
 
     def __call__(self, num_tokens: float | Sequence[float] | np.ndarray) -> np.ndarray:
-        """Seconds: straight lines between the measured points, the last one goes on; 0 at 0."""
+        """Seconds: straight lines between the measured points, 0 at 0; beyond the last one it goes on
+        as over the second half.
+        """
         at, known = np.asarray(num_tokens, np.float64), np.array([0, *self.num_tokens], np.float64)
         seconds = np.array([0, *self.seconds])
-        slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
+        half = np.interp(known[-1] / 2, known, seconds)
+        slope = (seconds[-1] - half) / (known[-1] / 2)
         beyond = np.maximum(at - known[-1], 0) * slope
         result: np.ndarray = np.interp(at, known, seconds) + beyond
         return result
@@ -85,8 +92,8 @@ def measure_step_times(
             if num_rounds == 0 and size > 1 and clock() - started > seconds / 2:
                 break
         sizes, num_rounds = tuple(best), num_rounds + 1
-    # More tokens never take less time: what says so is noise.
-    rising = np.maximum.accumulate([best[size] for size in sizes])
+    # Noise only adds: fewer tokens take no longer than more of them did.
+    rising = np.minimum.accumulate([best[size] for size in reversed(sizes)])[::-1]
     return StepTimes(sizes, tuple(float(value) for value in rising))
 
 
