@@ -157,8 +157,8 @@ class TestWorthOfEnding:
 
     def test_the_last_row_bears_what_one_costs(self) -> None:
         times = StepTimes((1, 2, 3), (1.0, 1.1, 1.2))
-        # Three quarters of it; the rest is borne alike.
-        assert self.worth([10, 100, 1000], times) == pytest.approx([0.175, 0.175, 0.85])
+        # Two fifths of it; the rest is borne alike.
+        assert self.worth([10, 100, 1000], times) == pytest.approx([0.28, 0.28, 0.64])
 
     def test_rows_that_may_end_at_any_time_are_more_alike(self) -> None:
         times = StepTimes((1, 2), (1.0, 1.1))
@@ -186,6 +186,20 @@ class TestSteps:
         for num_waiting in (0, 1):
             chosen = [b.choose(self.ROWS, 5, num_waiting) for b in (budget, other)]
             assert chosen[0] == chosen[1]
+
+    def test_noise_about_the_measured_times_changes_nothing(self) -> None:
+        budget = DraftBudget(COMPUTE_BOUND)
+        for index in range(200):
+            noise = 0.5 if index % 2 else -0.5
+            budget.observe_step(4, 8, float(COMPUTE_BOUND(8)) + noise, 0.0)
+        assert budget._beyond == pytest.approx(0, abs=0.01)
+
+    def test_what_few_rows_took_is_not_laid_on_many(self) -> None:
+        """A second a step more, however many rows: soon it is known as a second of the larger batch."""
+        budget = DraftBudget(COMPUTE_BOUND)
+        for num_rows in [1] * 100 + [32] * 100:
+            budget.observe_step(num_rows, num_rows, float(COMPUTE_BOUND(num_rows)) + 1.0, 0.0)
+        assert budget._beyond == pytest.approx(1 / 32, rel=0.05)
 
     @staticmethod
     def steps_until(budget: DraftBudget, rows: Sequence[Candidate], *, paused: bool) -> int:

@@ -21,8 +21,9 @@ TIMES = StepTimes((1, 2, 6), (3.0, 4.0, 8.0))
 class TimedModel:
     """Takes base + slope seconds a token on a clock of its own, at first twice that for each size."""
 
-    def __init__(self, base: float, slope: float) -> None:
-        self.base, self.slope, self.now = base, slope, 0.0
+    def __init__(self, base: float, slope: float, noisy: int = 0) -> None:
+        """The size `noisy` always takes thrice as long as it should."""
+        self.base, self.slope, self.now, self.noisy = base, slope, 0.0, noisy
         self.sizes: list[int] = []
 
     def clock(self) -> float:
@@ -40,7 +41,7 @@ class TimedModel:
         assert len(batch.logit_indices) == size
         assert int(batch.positions.max()) < cache.max_len
         assert int(batch.rows.max()) < cache.num_rows
-        slow = 1 if size in self.sizes else 2
+        slow = 3 if size == self.noisy else 1 if size in self.sizes else 2
         self.sizes.append(size)
         self.now += slow * (self.base + self.slope * size)
         return torch.zeros(size, 2)
@@ -79,6 +80,17 @@ def test_noise_does_not_make_more_tokens_cheaper() -> None:
     model = TimedModel(1.0, -0.001)
     times = measure(model, 100.0)
     assert all(a <= b for a, b in pairwise(times.seconds))
+
+
+def test_noise_in_one_size_lifts_no_other() -> None:
+    times = measure(TimedModel(1e-3, 1e-5, noisy=9), 4.0)
+    expected = [1e-3 + 1e-5 * (12 if n == 9 else n) for n in times.num_tokens]
+    assert times.seconds == pytest.approx(expected)
+
+
+def test_a_jump_at_the_end_is_not_the_slope_beyond() -> None:
+    times = StepTimes((1, 56, 64, 65), (1.0, 1.0, 1.0, 1.2))
+    assert float(times(130)) == pytest.approx(1.6)
 
 
 def test_a_real_model_with_short_rows() -> None:

@@ -28,7 +28,10 @@ _PRIOR_WEIGHT = 8.0
 _MEMORY = 1000.0  # Tokens after which the past counts half.
 _INTERVALS = 32
 # Of a step's price, what every row bears alike: which rows will be the last is not known for sure.
-_SHARED_ALIKE = 0.25
+_SHARED_ALIKE = 0.6
+# Of a draft's worth, what counts: the chances are estimates, and those chosen that look best; and rows
+# that drafts bring to their ends at different times leave a batch that is not full.
+_COUNTED = 0.85
 _LEARNED = 1 / 16  # Share of a new step in what is learned about steps.
 _MARGIN = 2.0  # Gains are estimates, and chosen for being large.
 _WINDOW = 8  # Steps after which what drafts gained is held against what proposing them cost.
@@ -90,8 +93,8 @@ class DraftBudget:
         self._times = times
         self._rates = AcceptanceRates()
         self._num_tokens, self._num_ends = 200.0, 1.0
-        # Seconds of a step, for each of its rows, beyond what `times` say.
-        self._beyond = 0.0
+        # Means of what steps took beyond what `times` say, and of their rows.
+        self._seconds_beyond, self._rows_beyond = 0.0, 1.0
         # Of a window: steps with proposals, the seconds drafts save there, and what proposing them takes.
         self._num_proposed, self._gain, self._cost = 0, 0.0, 0.0
         # Steps yet to do without proposals, and how many the next pause has.
@@ -101,6 +104,11 @@ class DraftBudget:
     def is_paused(self) -> bool:
         """Whether proposing costs more than it gains, as far as known: the next step can do without."""
         return self._num_paused > 0
+
+    @property
+    def _beyond(self) -> float:
+        """Seconds of a step, for each of its rows, beyond what the step times say."""
+        return max(self._seconds_beyond / self._rows_beyond, 0.0)
 
     def observe(self, draft: Draft, token_ids: Sequence[int], *, ended: bool) -> None:
         """Learn what came (`token_ids`) where `draft` had been proposed, and whether the answer ended
@@ -121,8 +129,9 @@ class DraftBudget:
             seconds: of the step, without what drafts took.
             seconds_drafting: to propose and to choose.
         """
-        beyond = (seconds - float(self._times(num_tokens))) / num_rows
-        self._beyond += (max(beyond, 0.0) - self._beyond) * _LEARNED
+        beyond = seconds - float(self._times(num_tokens))
+        self._seconds_beyond += (beyond - self._seconds_beyond) * _LEARNED
+        self._rows_beyond += (num_rows - self._rows_beyond) * _LEARNED
         if self.is_paused:
             self._num_paused -= 1
             return
@@ -158,10 +167,11 @@ class DraftBudget:
         best_k = np.concatenate([[0.0], np.sort(chances)[::-1].cumsum()])
         seconds_per_token = float(np.min(costs_k / (num_rows + best_k)))
         if num_waiting:
-            worth = chances * seconds_per_token
+            worth = _COUNTED * chances * seconds_per_token
         else:
             plain = float(costs_k[0]) / num_rows
-            worth = chances * self._worth_of_ending(rows)[owners] * (seconds_per_token / plain)
+            ending = self._worth_of_ending(rows)[owners]
+            worth = _COUNTED * chances * ending * (seconds_per_token / plain)
         if num_prompt_tokens:
             costs_k = self._times(num_rows + num_prompt_tokens + np.arange(len(owners) + 1))
         order = np.argsort(-worth, kind="stable")  # Stable: a row's tokens keep their order.

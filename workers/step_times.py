@@ -23,8 +23,8 @@ _SIZES = (
     *(1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32, 33, 40, 41, 48, 49, 56, 57, 64),
     *(65, 80, 96, 128, 192, 256),
 )
-_SECONDS = 3.0
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 10  # Over all sizes; small models need no three seconds.
+_SECONDS = 5.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 10  # Over all sizes; small models need no five seconds.
 _POSITIONS = 16  # A row of the passes that are measured.
 
 
