@@ -18,7 +18,7 @@ from jobs.folders import new_folder
 from jobs.prompts import Prompt, check_lengths, read_prompts, spread
 from pipeline.admission import load_tokenizer
 from pipeline.config import BenchConfig, recipe_of
-from pipeline.sources import check_source
+from pipeline.sources import check_source, find_sources
 from quant.checkpoint import open_checkpoint
 from quant.convert import check_precision
 from quant.errors import CheckpointError
@@ -30,15 +30,16 @@ _BAD_INPUT = 2  # Exit code.
 def bench(arguments: Sequence[str]) -> int:
     """Run all arms; returns the exit code. Raises InputError or CheckpointError for bad input."""
     config = parse_bench(arguments)
-    for uri in (*config.input, *filter(None, [config.quant.calibration])):
-        check_source(uri)
+    sources = find_sources(config.input)
+    if config.quant.calibration:
+        check_source(config.quant.calibration)
     output = new_folder(config.output)
     folder = find_checkpoint(config.model).resolve()
     checkpoint = open_checkpoint(folder)
     for precision in config.precisions:
         check_precision(checkpoint, recipe_of(config, precision))
     tokenizer = load_tokenizer(folder)
-    found = [prompt for uri in config.input for prompt in read_prompts(uri, tokenizer, "input")]
+    found = [prompt for uri in sources.uris for prompt in read_prompts(uri, tokenizer, "input")]
     prompts = spread(found, config.num_prompts)
     check_lengths(prompts, config.max_tokens, checkpoint.architecture.max_position_embeddings)
     if code := _in_a_process_of_its_own(config, folder, prompts, output):

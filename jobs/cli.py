@@ -43,6 +43,10 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "quant.precision": "precision",
     "cluster.num_workers": "num-workers",
     "data.limit": "limit",
+    "data.prompt_column": "prompt-column",
+    "data.prompt_template": "prompt-template",
+    "data.system_prompt": "system-prompt",
+    "data.chat": "chat",
 }
 _LISTS = {"input", "evaluate", "precisions", "drafts", "batch_sizes", "temperatures"}
 

@@ -13,11 +13,11 @@ import ray
 import yaml
 from pydantic import ValidationError
 
-from jobs.cli import parse_run
+from jobs.cli import parse_run, say
 from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import InputError, describe
-from pipeline.sources import check_source
+from pipeline.sources import check_source, find_sources
 from quant.config import QuantConfig
 from quant.hub import find_checkpoint
 
@@ -29,8 +29,10 @@ def generate(arguments: Sequence[str]) -> int:
     """Run the main job; returns the exit code. Raises InputError or CheckpointError for bad input."""
     config = parse_run(arguments)
     started = time.monotonic()
-    for uri in (*config.input, *filter(None, [config.quant.calibration])):
-        check_source(uri)
+    sources = find_sources(config.input)
+    if config.quant.calibration:
+        check_source(config.quant.calibration)
+    _tell_ignored(sources.ignored)
     with _naming(config.output):
         _check_output(config)
     folder = find_checkpoint(config.model).resolve()
@@ -45,10 +47,16 @@ def generate(arguments: Sequence[str]) -> int:
             storage.write_atomic(storage.join(config.output, "config.yaml"), resolved)
         from jobs.run import run
 
-        run(config, model, started)
+        run(config, sources.uris, model, started)
     finally:
         ray.shutdown()
     return 0
+
+
+def _tell_ignored(files: Sequence[str]) -> None:
+    if files:
+        others = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        say(f"not read, as their format is none of ours: {files[0]}{others}")
 
 
 @contextmanager
@@ -74,7 +82,11 @@ def _check_output(config: RunConfig) -> None:
     if not storage.is_writable(output):
         raise InputError(f"output {output}: cannot be written to")
     content = storage.read_bytes(storage.join(output, "config.yaml"))
+    if config.resume == "never" and (content or not storage.is_empty_folder(output)):
+        raise InputError(f"output {output}: is not empty (--resume never)")
     if content is None:
+        if config.resume == "always":
+            raise InputError(f"output {output}: holds no run to go on with (--resume always)")
         if not storage.is_empty_folder(output):
             raise InputError(f"output {output}: is not empty and no output of this program")
         return

@@ -16,7 +16,7 @@ from pipeline.admission import load_tokenizer
 from pipeline.calibration import read_calibration
 from pipeline.config import QuantizeConfig
 from pipeline.errors import InputError
-from pipeline.sources import check_source
+from pipeline.sources import check_source, find_sources
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.compressed import partial_folder, read_report
 from quant.errors import CheckpointError
@@ -35,8 +35,9 @@ _PROGRESS_SECONDS = 10.0
 def quantize(arguments: Sequence[str]) -> int:
     """Convert and write; returns the exit code. Raises InputError or CheckpointError for bad input."""
     config = parse_quantize(arguments)
-    for uri in (*config.evaluate, *filter(None, [config.quant.calibration])):
-        check_source(uri)
+    sources = find_sources(config.evaluate)
+    if config.quant.calibration:
+        check_source(config.quant.calibration)
     output = new_folder(config.output)
     folder = find_checkpoint(config.model).resolve()
     checkpoint = open_checkpoint(folder)
@@ -45,7 +46,7 @@ def quantize(arguments: Sequence[str]) -> int:
     tokenizer = load_tokenizer(folder)
     prompts = [
         prompt
-        for uri in config.evaluate
+        for uri in sources.uris
         for prompt in islice(
             read_prompts(uri, tokenizer, "evaluate"), config.num_evaluation_samples
         )

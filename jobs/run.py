@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from jobs.cli import say
-from pipeline.admission import Admission, load_tokenizer
+from pipeline.admission import Admission, load_tokenizer, tokenizer_digest
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
 from pipeline.graph import GenerateSettings, run_shards, write_plan
@@ -45,8 +45,10 @@ def open_model(folder: Path, config: QuantConfig) -> Model:
     return Model(checkpoint, load_tokenizer(checkpoint.folder))
 
 
-def run(config: RunConfig, model: Model, started: float) -> None:
-    """Plan, convert, generate and sum up; Ray is running. `started`: when the job did (monotonic)."""
+def run(config: RunConfig, uris: Sequence[str], model: Model, started: float) -> None:
+    """Plan the sources, convert, generate and sum up; Ray is running. `started`: when the job did
+    (monotonic).
+    """
     texts = []
     if not model.checkpoint.is_quantized:
         texts = read_calibration(config.quant, model.tokenizer)
@@ -58,8 +60,9 @@ def run(config: RunConfig, model: Model, started: float) -> None:
         )
     limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
     vocab_size = model.checkpoint.architecture.vocab_size
-    admission = Admission(model.tokenizer, config.sampling, limit, vocab_size)
-    plan = Plan.load(config.output) or write_plan(config, admission)
+    admission = Admission(model.tokenizer, config.sampling, limit, vocab_size, config.data)
+    origin = {"weights": weights.digest, "tokenizer": tokenizer_digest(model.tokenizer)}
+    plan = write_plan(config, uris, admission, origin)
     names = [shard.name for shard in plan.shards]
     pending = pending_shards(config.output, names)
     total, fresh = Summary(), Summary()

@@ -1,5 +1,6 @@
 """From a raw row to token ids, or to the reason why it cannot run."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,21 +9,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.errors import InputError, describe
-from pipeline.sources import RawRow
+from pipeline.config import DataConfig
+from pipeline.errors import InputError, Refusal, describe
+from pipeline.readers import RawRow
+from pipeline.templates import PromptTemplate
 from workers.config import SamplingParams
 
 _OWN = ("id", "prompt", "messages", "prompt_token_ids", "sampling_params")
 _OPENAI = {"custom_id", "method", "url", "body"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class Refusal(Exception):  # noqa: N818 - a verdict on a row, not a fault of the program
-    """Why a row cannot run: a kind for counting, a message for people."""
-
-    def __init__(self, error_type: str, message: str) -> None:
-        super().__init__(message)
-        self.error_type = error_type
 
 
 @dataclass
@@ -59,14 +54,26 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Name a tokenizer by what it does (sha256, hex): its vocabulary and rules, and the chat template."""
+    parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
 class Admission:
     """Turns raw rows into plan rows: identity, prompt, tokens and the row's own parameters."""
 
     def __init__(
-        self, tokenizer: Any, defaults: SamplingParams, max_model_len: int, vocab_size: int
+        self,
+        tokenizer: Any,
+        defaults: SamplingParams,
+        max_model_len: int,
+        vocab_size: int,
+        data: DataConfig | None = None,
     ) -> None:
         """Keep the run's parameters; raises InputError if they do not fit the model."""
         self._tokenizer = tokenizer
+        self._template = PromptTemplate(data or DataConfig())
         self._defaults = defaults.model_dump(mode="json")
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -91,6 +98,8 @@ class Admission:
         admitted.carried = {k: v for k, v in columns.items() if k not in _OWN}
         if columns.get("id") is not None:
             admitted.id = _read_id(columns["id"])
+        columns, replaced = self._template.apply(columns)
+        admitted.carried |= replaced
         prompt, messages = columns.get("prompt"), columns.get("messages")
         if isinstance(prompt, str):
             admitted.prompt = prompt

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from quant.config import Precision, QuantConfig
 from workers.config import Device, EngineConfig, SamplingParams
 
+Resume = Literal["never", "always", "if-possible"]
+
 
 class DataConfig(BaseModel):
     """Which rows are read, and how they are cut into shards."""
@@ -17,12 +19,33 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     limit: int | None = Field(None, ge=1, description="Read only so many rows, in file order.")
+    prompt_column: str | None = Field(
+        None, min_length=1, description="Column that holds the prompt; None: `prompt`."
+    )
+    prompt_template: str | None = Field(
+        None,
+        description="Jinja template of the prompt, over the row's columns (`prompt` is what "
+        "prompt_column names): 'Sum up: {{ prompt }}'.",
+    )
+    chat: bool = Field(
+        False, description="Send prompts as a user's message, through the model's chat template."
+    )
+    system_prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="System message of rows that have none; prompts become chats with it.",
+    )
     rows_per_shard: int = Field(
         256,
         ge=1,
         description="Rows of a full shard. A file's first shards are smaller (8, 16, 32, ...), so "
         "that the first parts are there early.",
     )
+
+    @property
+    def makes_chats(self) -> bool:
+        """Whether prompts become messages: a system message needs another to stand before."""
+        return self.chat or self.system_prompt is not None
 
 
 class ClusterConfig(BaseModel):
@@ -56,9 +79,15 @@ class RunConfig(BaseModel):
         min_length=1, description="Folder of a Hugging Face checkpoint, or a hub id."
     )
     input: tuple[str, ...] = Field(
-        min_length=1, description="Prompt files: .jsonl, .jsonl.gz or .parquet; paths or URIs."
+        min_length=1,
+        description="Prompt files, folders, globs (paths or URIs), or hf://NAME[:SPLIT].",
     )
     output: str = Field(min_length=1, description="Folder (path or URI) of the data set.")
+    resume: Resume = Field(
+        "if-possible",
+        description="never: the folder must be empty; always: it must hold a run to go on with; "
+        "if-possible: go on with what it holds, or begin.",
+    )
     seed: int = Field(
         0,
         ge=0,
@@ -78,10 +107,11 @@ class RunConfig(BaseModel):
         return (value,) if isinstance(value, str) else value
 
     def identity(self) -> dict[str, Any]:
-        """What the rows and their tokens depend on, flat; two runs that agree may share an output."""
+        """What the rows and their tokens depend on, flat; two runs that agree may share an output.
+
+        The model counts by its content, and the input by what was planned: see `pipeline.plan`.
+        """
         nested = {
-            "model": self.model,
-            "input": list(self.input),
             "seed": self.seed,
             "sampling": self.sampling.model_dump(mode="json"),
             "quant": self.quant.model_dump(mode="json"),

@@ -1,10 +1,18 @@
-"""The error that ends a job with exit code 2: the configuration or the input must be mended."""
+"""What is wrong with a configuration or an input (exit code 2), and with a row alone."""
 
 from pydantic import ValidationError
 
 
 class InputError(ValueError):
     """Bad configuration or input; the message names the file, the row or the key."""
+
+
+class Refusal(Exception):  # noqa: N818 - a verdict on a row, not a fault of the program
+    """Why a row cannot run: a kind for counting, a message for people."""
+
+    def __init__(self, error_type: str, message: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
 
 
 def describe(error: ValidationError, prefix: str = "") -> str:

@@ -7,11 +7,12 @@ file.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
@@ -26,9 +27,10 @@ from pipeline.parts import (
     next_attempt,
     refused_row,
 )
-from pipeline.plan import Plan, Shard, assemble, group_sources, read_shard, write_groups
+from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.requests import build_requests
 from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json
+from pipeline.shards import Shard, SourceGroup, read_shard, write_groups
 from quant.store import WeightsRef
 from workers.actor import Worker, WorkerSettings, start_engine, worker_environment
 from workers.config import SamplingParams
@@ -47,10 +49,32 @@ class GenerateSettings:
     worker: WorkerSettings
 
 
-def write_plan(config: RunConfig, admission: Admission) -> Plan:
-    """Read the sources with Ray Data, write all prompt shards, and check them as a whole."""
+def write_plan(
+    config: RunConfig, uris: Sequence[str], admission: Admission, origin: dict[str, str]
+) -> Plan:
+    """Read the sources with Ray Data, write all prompt shards, and check them as a whole.
+
+    What is planned already stays as it is; sources that came since are added.
+
+    Raises:
+        InputError: a source is unusable, or the plan was made for something else.
+    """
+    known = Plan.load(config.output)
+    if known is not None:
+        known.check_origin(origin)
+    sources = name_sources(uris, known.sources if known else ())
+    groups = group_sources(sources, config.data.limit, known)
+    if known is not None and not groups:
+        return known
+    plan = assemble(_write_shards(groups, config, admission), config.output, sources, origin, known)
+    plan.save(config.output)
+    return plan
+
+
+def _write_shards(
+    groups: Sequence[SourceGroup], config: RunConfig, admission: Admission
+) -> Iterator[tuple[Shard, pa.Schema]]:
     _quiet()
-    groups = group_sources(config.input, config.data.limit)
     dataset = ray.data.from_items(
         [{"group": group.to_json()} for group in groups], override_num_blocks=len(groups)
     )
@@ -65,14 +89,10 @@ def write_plan(config: RunConfig, admission: Admission) -> Plan:
         batch_size=1,
         num_cpus=0.5,
     )
-    shards = []
     for row in _rows(written):
         if row["error"]:
             raise InputError(row["error"])
-        shards.append((Shard(**json.loads(row["shard"])), schema_from_json(row["schema"])))
-    plan = assemble(shards, config.output)
-    plan.save(config.output)
-    return plan
+        yield Shard(**json.loads(row["shard"])), schema_from_json(row["schema"])
 
 
 def run_shards(

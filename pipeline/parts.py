@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.plan import to_parquet
 from pipeline.schema import OUTPUT_SCHEMA, footer, output_table
+from pipeline.shards import to_parquet
 from workers.request import Completion, TokenLogprobs
 from workers.stats import AcceptanceStats
 

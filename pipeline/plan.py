@@ -4,65 +4,36 @@ A prompt shard is a small Parquet file of fixed rows under OUT/plan. Rows that c
 with their reason. `plan.json` is written last; where it is, the plan is complete.
 """
 
-import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline import storage
-from pipeline.admission import Admission, AdmittedRow
 from pipeline.errors import InputError
-from pipeline.schema import plan_table, schema_from_json, schema_to_json, unify_carried
-from pipeline.sources import column_types, locate, read_rows
-
-_FIRST_SHARD_ROWS = 8
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A unit of work and of commitment: fixed rows, one output part.
-
-    `max_total_tokens` is the longest prompt plus answer among its rows.
-    """
-
-    name: str
-    num_rows: int
-    num_refused: int
-    num_input_tokens: int
-    max_total_tokens: int
-
-
-@dataclass(frozen=True)
-class SourceGroup:
-    """Sources planned together, in order: (index, URI, name for ids)."""
-
-    sources: tuple[tuple[int, str, str], ...]
-    limit: int | None
-
-    def to_json(self) -> str:
-        """The group as text."""
-        return json.dumps([self.sources, self.limit])
-
-    @classmethod
-    def from_json(cls, text: str) -> "SourceGroup":
-        """The group `to_json` wrote."""
-        sources, limit = json.loads(text)
-        return cls(tuple((index, uri, name) for index, uri, name in sources), limit)
+from pipeline.schema import CARRIED, schema_from_json, schema_to_json, unify_carried
+from pipeline.shards import Shard, SourceGroup, read_shard
+from pipeline.sources import locate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All shards of a run, and the schema of the columns they carry."""
+    """All shards of a run, the schema of the columns they carry, and where they came from.
+
+    Attributes:
+        shards: sources in the order they were added, each in its own order.
+        carried: names in the plan, and their types.
+        sources: URI and name for ids of every source; a source's index begins its shards' names.
+        origin: what beside the configuration the tokens depend on: digests, by what they are of.
+    """
 
     shards: tuple[Shard, ...]
     carried: pa.Schema
+    sources: tuple[tuple[str, str], ...]
+    origin: dict[str, str]
 
     @property
     def num_rows(self) -> int:
@@ -74,11 +45,26 @@ class Plan:
         """The longest prompt plus answer: what a cache row must hold."""
         return max((shard.max_total_tokens for shard in self.shards), default=0)
 
+    def check_origin(self, origin: dict[str, str]) -> None:
+        """Raise InputError, naming what differs, if the plan was made for something else."""
+        keys = sorted({*origin, *self.origin})
+        differing = [
+            f"{key} was {self.origin.get(key)}, is {origin.get(key)}"
+            for key in keys
+            if self.origin.get(key) != origin.get(key)
+        ]
+        if differing:
+            raise InputError(
+                f"the output was made with something else ({'; '.join(differing)}); choose another folder"
+            )
+
     def save(self, output: str) -> None:
         """Write plan.json, which makes the plan complete."""
         content = {
-            "shards": [asdict(shard) for shard in self.shards],
+            "origin": self.origin,
+            "sources": self.sources,
             "carried": schema_to_json(self.carried),
+            "shards": [asdict(shard) for shard in self.shards],
         }
         storage.write_atomic(_manifest(output), json.dumps(content, indent=1).encode())
 
@@ -91,106 +77,105 @@ class Plan:
         try:
             raw = json.loads(content)
             shards = tuple(Shard(**shard) for shard in raw["shards"])
-            return cls(shards, schema_from_json(raw["carried"]))
+            sources = tuple((uri, name) for uri, name in raw["sources"])
+            return cls(shards, schema_from_json(raw["carried"]), sources, dict(raw["origin"]))
         except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
             raise InputError(f"{_manifest(output)}: damaged ({error})") from error
 
 
-def group_sources(uris: Sequence[str], limit: int | None) -> list[SourceGroup]:
-    """Sources that are planned side by side, or all in one group where a limit counts across them."""
-    bases = [uri.rsplit("/", 1)[-1] for uri in uris]
-    names = bases if len(set(bases)) == len(bases) else list(uris)
-    sources = tuple(zip(range(len(uris)), uris, names, strict=True))
-    if limit is not None:
-        return [SourceGroup(sources, limit)]
-    return [SourceGroup((source,), None) for source in sources]
+def name_sources(uris: Sequence[str], known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Every source with its name for ids: how its file is called, or all of its URI if two are called so.
 
+    Args:
+        uris: the input, as it is now.
+        known: what was planned before; it keeps its place and its name.
 
-def write_shards(
-    group: SourceGroup, admission: Admission, output: str, rows_per_shard: int
-) -> Iterator[tuple[Shard, pa.Schema]]:
-    """Admit a group's rows and write its prompt shards; yields each with its schema."""
-    left = group.limit
-    for index, uri, name in group.sources:
-        rows = (admission.admit(raw, name) for raw in islice(read_rows(uri), left))
-        types = column_types(uri)
-        for number, chunk in enumerate(_chunks(rows, rows_per_shard)):
-            table = plan_table(chunk, types)
-            shard = _describe(f"{index:05d}-{number:05d}", chunk)
-            storage.write_atomic(_shard_file(output, shard.name), to_parquet(table))
-            left = None if left is None else left - len(chunk)
-            yield shard, table.schema
-
-
-def write_groups(
-    batch: dict[str, np.ndarray], admission: Admission, output: str, rows_per_shard: int
-) -> dict[str, list[str]]:
-    """Write the shards of source groups: a batch function of Ray Data.
-
-    Returns:
-        Columns `shard` and `schema` (JSON), and `error`: an unreadable source is a value, as Ray would
-        bury its exception.
+    Raises:
+        InputError: what was planned is not in the input any more.
     """
-    columns: dict[str, list[str]] = {"shard": [], "schema": [], "error": []}
-    for group in map(SourceGroup.from_json, batch["group"]):
-        try:
-            for shard, schema in write_shards(group, admission, output, rows_per_shard):
-                columns["shard"].append(json.dumps(asdict(shard)))
-                columns["schema"].append(schema_to_json(schema))
-                columns["error"].append("")
-        except InputError as error:
-            for name, value in (("shard", ""), ("schema", ""), ("error", str(error))):
-                columns[name].append(value)
-    return columns
+    if gone := [uri for uri, _ in known if uri not in uris]:
+        raise InputError(
+            f"{gone[0]}: was planned in this output, and is not in the input any more; choose another "
+            "folder"
+        )
+    planned = {uri for uri, _ in known}
+    bases = {uri: uri.rsplit("/", 1)[-1] for uri in uris}
+    taken = [name for _, name in known] + [bases[uri] for uri in uris if uri not in planned]
+    added = [uri for uri in uris if uri not in planned]
+    return [*known, *((u, bases[u] if taken.count(bases[u]) == 1 else u) for u in added)]
 
 
-def assemble(written: Iterable[tuple[Shard, pa.Schema]], output: str) -> Plan:
-    """The plan of all written shards, checked: there are rows, and no id occurs twice."""
+def group_sources(
+    sources: Sequence[tuple[str, str]], limit: int | None, known: Plan | None = None
+) -> list[SourceGroup]:
+    """Sources that are planned side by side, or all in one group where a limit counts across them.
+
+    What is in a `known` plan has been planned, and counts.
+    """
+    first = len(known.sources) if known else 0
+    numbered = [(i, uri, name) for i, (uri, name) in enumerate(sources) if i >= first]
+    if limit is None or not numbered:
+        return [SourceGroup((source,)) for source in numbered]
+    left = limit - (known.num_rows if known else 0)
+    return [SourceGroup(tuple(numbered), left)] if left > 0 else []
+
+
+def assemble(
+    written: Iterable[tuple[Shard, pa.Schema]],
+    output: str,
+    sources: Sequence[tuple[str, str]],
+    origin: dict[str, str],
+    known: Plan | None = None,
+) -> Plan:
+    """The plan of all written shards, checked: there are rows, and no id occurs twice.
+
+    Raises:
+        InputError: it is not so, or columns of one name do not go together; parts of a `known` plan may
+            be there, so its columns cannot change.
+    """
     ordered = sorted(written, key=lambda item: item[0].name)
     carried = unify_carried(
         (schema, partial(_read_column, output, shard.name)) for shard, schema in ordered
     )
-    plan = Plan(tuple(shard for shard, _ in ordered), carried)
+    before: tuple[Shard, ...] = ()
+    if known is not None:
+        before, carried = known.shards, _within(known.carried, carried)
+    shards = (*before, *(shard for shard, _ in ordered))
+    plan = Plan(shards, carried, tuple(sources), origin)
     if plan.num_rows == 0:
         raise InputError("the input holds no rows")
     _check_ids(plan, output)
     return plan
 
 
-def read_shard(output: str, name: str, columns: list[str] | None = None) -> pa.Table:
-    """A prompt shard's rows, in all columns or in those named."""
-    content = storage.read_bytes(_shard_file(output, name))
-    if content is None:
-        raise InputError(f"{_shard_file(output, name)}: missing, though the plan names it")
-    return pq.read_table(io.BytesIO(content), columns=columns)
+def _within(known: pa.Schema, added: pa.Schema) -> pa.Schema:
+    """The known columns, if those of added files are the same."""
+    for field in added:
+        name = field.name.removeprefix(CARRIED)
+        if field.name not in known.names:
+            raise InputError(f"column {name!r} is in the added files only; choose another folder")
+        if not _fits(field, known.field(field.name)):
+            raise InputError(
+                f"column {name!r} is {field.type} in the added files, and {known.field(field.name).type} "
+                "in this output; choose another folder"
+            )
+    return known
 
 
-def to_parquet(table: pa.Table) -> bytes:
-    """A table as the bytes of a Parquet file."""
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
-    return buffer.getvalue()
+def _fits(added: pa.Field, known: pa.Field) -> bool:
+    try:
+        both = ((pa.schema([field]), _nothing) for field in (known, added))
+        return bool(unify_carried(both) == pa.schema([known]))
+    except InputError:
+        return False
+
+
+def _nothing(_name: str) -> pa.Array:
+    return pa.array([], pa.null())
 
 
 def _read_column(output: str, shard: str, name: str) -> pa.ChunkedArray:
     return read_shard(output, shard, [name]).column(name)
-
-
-def _chunks(rows: Iterator[AdmittedRow], rows_per_shard: int) -> Iterator[list[AdmittedRow]]:
-    size = min(_FIRST_SHARD_ROWS, rows_per_shard)
-    while chunk := list(islice(rows, size)):
-        yield chunk
-        size = min(size * 2, rows_per_shard)
-
-
-def _describe(name: str, rows: Sequence[AdmittedRow]) -> Shard:
-    return Shard(
-        name=name,
-        num_rows=len(rows),
-        num_refused=sum(row.error is not None for row in rows),
-        num_input_tokens=sum(len(row.prompt_token_ids or ()) for row in rows),
-        max_total_tokens=max(row.max_total_tokens for row in rows),
-    )
 
 
 def _check_ids(plan: Plan, output: str) -> None:
@@ -220,7 +205,3 @@ def _ids(output: str, shard: Shard) -> list[str]:
 
 def _manifest(output: str) -> str:
     return storage.join(output, "plan", "plan.json")
-
-
-def _shard_file(output: str, name: str) -> str:
-    return storage.join(output, "plan", f"shard-{name}.parquet")

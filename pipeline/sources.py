@@ -1,46 +1,79 @@
-"""Prompt files to raw rows. A line that is no row is a refusal, not the end of the file."""
+"""What is read: files, the files of folders and globs, and data sets of the hub, each with its format."""
 
-import codecs
-import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from pipeline import storage
+from pipeline import readers, storage
 from pipeline.errors import InputError
+from pipeline.readers import RawRow
 
-_JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-_PARQUET = (".parquet",)
+__all__ = [
+    "RawRow",
+    "Sources",
+    "check_source",
+    "column_types",
+    "find_sources",
+    "locate",
+    "read_rows",
+]
+
+_HUB = "hf://"
+_READERS: dict[str, Callable[[str], Iterator[RawRow]]] = {
+    ".jsonl": readers.read_jsonl,
+    ".ndjson": readers.read_jsonl,
+    ".csv": lambda uri: readers.read_csv(uri, ","),
+    ".tsv": lambda uri: readers.read_csv(uri, "\t"),
+    ".parquet": readers.read_parquet,
+    ".txt": readers.read_text,
+}
+_BY_ROWS = (".parquet", _HUB)
+_EXPECTED = f"{', '.join(_READERS)}, each also with {' or '.join(storage.PACKED)} behind it"
 
 
 @dataclass(frozen=True)
-class RawRow:
-    """A row as its file has it: the columns, or the reason why it has none.
+class Sources:
+    """What an input names.
 
-    `row` is the line of a JSONL file, the row of a Parquet file, counted from 1; `where` says so.
+    Attributes:
+        uris: files and data sets, in the order they are read.
+        ignored: files of the named folders whose format is none of ours.
     """
 
-    row: int
-    where: str
-    columns: dict[str, Any] | None
-    error: str | None = None
+    uris: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
 
-def locate(uri: str, row: int) -> str:
-    """Where a person finds a row."""
-    return f"{uri}: {'row' if uri.endswith(_PARQUET) else 'line'} {row}"
+def find_sources(given: Sequence[str]) -> Sources:
+    """The files that paths, URIs, folders and globs stand for; those of one folder or glob by name.
+
+    Raises:
+        InputError: one does not exist, has an unknown format or is named twice; a folder or glob has no
+            file.
+    """
+    uris: list[str] = []
+    ignored: list[str] = []
+    for name in given:
+        found, others = _expand(name)
+        uris += found
+        ignored += others
+    for uri in uris:
+        check_source(uri)
+    if twice := [uri for uri in uris if uris.count(uri) > 1]:
+        raise InputError(f"{twice[0]}: is named twice in the input")
+    return Sources(tuple(uris), tuple(ignored))
 
 
 def check_source(uri: str) -> None:
     """Refuse a source that cannot be read, before anything else is started."""
-    if not uri.endswith(_JSONL + _PARQUET):
-        raise InputError(f"{uri}: unknown format; expected one of {', '.join(_JSONL + _PARQUET)}")
+    if uri.startswith(_HUB):
+        readers.parse_hub(uri)
+        return
     if storage.is_local(uri) and storage.local_path(uri).is_dir():
         raise InputError(f"{uri}: is a folder; name the files in it")
+    if _format(uri) not in _READERS:
+        raise InputError(f"{uri}: unknown format; expected one of {_EXPECTED}")
     try:
         found = storage.exists(uri)
     except (OSError, ValueError) as error:
@@ -50,74 +83,50 @@ def check_source(uri: str) -> None:
 
 
 def read_rows(uri: str) -> Iterator[RawRow]:
-    """Yield the rows of a file in order; raises InputError if the file itself is unreadable."""
-    return _read_parquet(uri) if uri.endswith(_PARQUET) else _read_jsonl(uri)
+    """Yield the rows of a source in order; raises InputError if the source itself is unreadable."""
+    return readers.read_hub(uri) if uri.startswith(_HUB) else _READERS[_format(uri)](uri)
 
 
 def column_types(uri: str) -> dict[str, pa.DataType]:
-    """The types a file declares for its columns; none for JSONL."""
-    if not uri.endswith(_PARQUET):
-        return {}
+    """The types a source declares for its columns; none for text of any kind."""
+    if uri.startswith(_HUB):
+        return readers.hub_types(uri)
+    return readers.parquet_types(uri) if _format(uri) == ".parquet" else {}
+
+
+def locate(uri: str, row: int) -> str:
+    """Where a person finds a row."""
+    return f"{uri}: {'row' if _format(uri) in _BY_ROWS else 'line'} {row}"
+
+
+def _format(uri: str) -> str:
+    """How a source is read: `hf://`, or how its name ends, less what it was packed with."""
+    if uri.startswith(_HUB):
+        return _HUB
+    for packed in storage.PACKED:
+        uri = uri.removesuffix(packed)
+    return f".{uri.rsplit('.', 1)[-1]}"
+
+
+def _expand(name: str) -> tuple[list[str], list[str]]:
+    """What a name stands for, and what lies beside it and is not read."""
+    is_file = _format(name) in _READERS and not storage.is_local(name)
+    if name.startswith(_HUB) or (is_file and not storage.is_pattern(name)):
+        return [name], []
     try:
-        with storage.open_read(uri) as file:
-            return {field.name: field.type for field in pq.read_schema(file)}
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{uri}: cannot be read as Parquet ({error})") from error
-
-
-def _read_jsonl(uri: str) -> Iterator[RawRow]:
-    number = 0
-    try:
-        with storage.open_read(uri) as file:
-            for number, line in enumerate(file, start=1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
-                    yield _parse_line(line, number, locate(uri, number))
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{uri}: damaged after line {number} ({error})") from error
-
-
-def _parse_line(line: bytes, row: int, where: str) -> RawRow:
-    try:
-        columns = json.loads(line.decode(), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        return RawRow(
-            row, where, None, f"{where}: not UTF-8 ({error.reason} at byte {error.start})"
-        )
-    except json.JSONDecodeError as error:  # Of one line; its own line number would confuse.
-        reason = f"{error.msg} at column {error.colno}"
-        return RawRow(row, where, None, f"{where}: bad JSON ({reason})")
-    except ValueError as error:
-        return RawRow(row, where, None, f"{where}: bad JSON ({error})")
-    except RecursionError:
-        return RawRow(row, where, None, f"{where}: bad JSON (nested too deeply)")
-    if not isinstance(columns, dict):
-        return RawRow(row, where, None, f"{where}: not a JSON object")
-    if rb"\ud" in line.lower() and _has_lone_surrogate(columns):
-        return RawRow(row, where, None, f"{where}: not Unicode (a lone surrogate, \\udXXX)")
-    return RawRow(row, where, columns)
-
-
-def _has_lone_surrogate(columns: dict[str, Any]) -> bool:
-    """JSON can spell half a character; UTF-8 and Parquet cannot hold it."""
-    try:
-        json.dumps(columns, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _read_parquet(uri: str) -> Iterator[RawRow]:
-    row = 1
-    try:
-        with storage.open_read(uri) as file:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=1024):
-                for columns in batch.to_pylist():
-                    yield RawRow(row, locate(uri, row), columns)
-                    row += 1
-    except (OSError, pa.ArrowException, OverflowError, ValueError) as error:
-        raise InputError(f"{uri}: cannot be read as Parquet at row {row} ({error})") from error
+        if storage.is_pattern(name):
+            found = storage.glob(name)
+            if not found:
+                raise InputError(f"{name}: no file has such a name")
+            return found, []
+        if not storage.is_folder(name):
+            return [name], []
+        files = storage.list_files(name)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{name}: cannot be listed ({error})") from error
+    ours = [file for file in files if _format(file) in _READERS]
+    if not ours:
+        raise InputError(f"{name}: no file in this folder has a known format ({_EXPECTED})")
+    return ours, [file for file in files if file not in ours]

@@ -1,6 +1,8 @@
 """Files of a run, on local disks or behind any URI that smart-open speaks."""
 
+import glob as local_glob
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +10,12 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import smart_open
+from fsspec.utils import glob_translate
+from pyarrow import fs
+
+PACKED = (".gz", ".zst")  # Unpacked while being read.
 
 
 def is_local(uri: str) -> bool:
@@ -26,8 +33,66 @@ def join(folder: str, *names: str) -> str:
     return "/".join([folder.rstrip("/"), *names])
 
 
+def is_packed(uri: str) -> bool:
+    """Whether a file is unpacked while being read."""
+    return uri.endswith(PACKED)
+
+
+def is_pattern(uri: str) -> bool:
+    """Whether a location has wildcards: `*`, `**`, and on local disks `?` and `[ab]` as well."""
+    if not is_local(uri):
+        return "*" in uri
+    return local_glob.has_magic(uri) and not local_path(uri).exists()
+
+
+def glob(pattern: str) -> list[str]:
+    """The files whose locations match, sorted; raises OSError where that cannot be told."""
+    if is_local(pattern):
+        found = local_glob.iglob(str(local_path(pattern)), recursive=True)  # noqa: PTH207 - of any root
+        return sorted(name for name in found if Path(name).is_file())
+    above = pattern.partition("*")[0].rpartition("/")[0]
+    matches = re.compile(glob_translate(pattern))
+    return [uri for uri in list_files(above) if matches.match(uri)]
+
+
+def is_folder(uri: str) -> bool:
+    """Whether there are files below a location; never where storage knows no folders.
+
+    Raises:
+        OSError: the storage does not answer.
+    """
+    if is_local(uri):
+        return local_path(uri).is_dir()
+    try:
+        files, path = fs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid:  # A web server, for one.
+        return False
+    with _as_os_error():
+        return bool(files.get_file_info(path).type == fs.FileType.Directory)
+
+
+def list_files(folder: str) -> list[str]:
+    """All files below a folder, at any depth, sorted; those whose names begin with a dot are left out.
+
+    Raises:
+        OSError: the folder is not there, or its storage cannot be listed.
+    """
+    if is_local(folder):
+        path = local_path(folder)
+        found = (str(file) for file in path.rglob("*") if file.is_file())
+        below = len(str(path))
+    else:
+        with _as_os_error():
+            files, path = fs.FileSystem.from_uri(folder)
+            scheme = urlsplit(folder).scheme
+            infos = files.get_file_info(fs.FileSelector(path, recursive=True))
+            found = (f"{scheme}://{info.path}" for info in infos if info.is_file)
+        below = len(folder)
+    return sorted(uri for uri in found if "/." not in uri[below:])
+
+
 def open_read(uri: str) -> IO[bytes]:
-    """Open for reading bytes; a .gz is unpacked on the way."""
+    """Open for reading bytes; a .gz or .zst is unpacked on the way."""
     file: IO[bytes] = _open(uri, "rb")
     return file
 

@@ -407,7 +407,7 @@ def test_bad_input_is_refused_early(
     (tmp_path / "empty").mkdir()
     empty = tmp_path / "empty"
     refused("--model", empty, *rest, named=(str(empty), "config.json"), ray_starts=True)
-    table = tmp_path / "a.csv"
+    table = tmp_path / "a.xlsx"
     table.write_text("prompt\n", encoding="utf-8")
     refused(*good, "--input", table, named=(str(table), ".parquet"))
     assert not out.exists()
@@ -534,3 +534,80 @@ def test_the_process_says_one_line_and_exits_2(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert result.stdout == ""
     assert_one_line(result.stderr, "no/such.jsonl")
+
+
+def write_lines(path: Path, *lines: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.ray
+def test_a_folder_that_grows(
+    generate: Generate,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Files that came since the first run add parts; what is done stays as it is."""
+    folder, output = tmp_path / "in", tmp_path / "out"
+    write_lines(folder / "b.csv", "question,score", "what,1", "who,")
+    write_lines(folder / "notes.md", "not a prompt file")
+    given = ("--model", tiny_checkpoint, "--input", folder, "--output", output)
+    given += ("--prompt-column", "question", "--prompt-template", "Q: {{ prompt }}\nA:")
+    given += ("--max-tokens", 4, "--sampling.ignore_eos")
+    assert generate(*given, "--resume", "always") == 2
+    assert "holds no run to go on with" in capsys.readouterr().err
+    assert generate(*given, "--resume", "never") == 0
+    assert "not read, as their format is none of ours" in capsys.readouterr().err
+    before = read_rows(output)
+    asked = [before[f"b.csv:{line}", 0]["prompt"] for line in (2, 3)]
+    assert asked == ["Q: what\nA:", "Q: who\nA:"]
+    assert [row["question"] for row in before.values()] == ["what", "who"]
+    assert [row["score"] for row in before.values()] == ["1", None]
+
+    (part,) = parts_of(output)
+    content = part.read_bytes()
+    write_lines(folder / "a.tsv", "score\tquestion", "3\twhere")
+    assert generate(*given, "--resume", "never") == 2
+    assert "is not empty (--resume never)" in capsys.readouterr().err
+    for _ in range(2):
+        assert generate(*given, "--resume", "always") == 0
+        assert part.read_bytes() == content
+        rows = read_rows(output)
+        assert {key: row for key, row in rows.items() if key in before} == before
+        assert rows["a.tsv:2", 0]["prompt"] == "Q: where\nA:"
+        assert len(rows) == 3
+    assert generate(*given, "--temperature", 1) == 2
+    assert "sampling.temperature was 0.0, is 1.0" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_another_model_or_template_in_the_same_place_is_refused(
+    generate: Generate,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, output = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_checkpoint, model)
+    prompts = write_lines(tmp_path / "a.txt", "a prompt")
+    given = ("--input", prompts, "--output", output, "--max-tokens", 2)
+    assert generate("--model", model, *given) == 0
+    moved = model.rename(tmp_path / "moved")
+    assert generate("--model", moved, *given) == 0  # It counts by its content.
+    template = moved / "chat_template.jinja"
+    before = template.read_bytes() if template.exists() else None
+    template.write_text("{{ messages[0].content }}", encoding="utf-8")
+    capsys.readouterr()
+    assert generate("--model", moved, *given) == 2
+    assert "made with something else (tokenizer was" in capsys.readouterr().err
+    if before is None:
+        template.unlink()
+    else:
+        template.write_bytes(before)
+    config = json.loads((moved / "config.json").read_text(encoding="utf-8"))
+    config["rms_norm_eps"] = 0.1
+    (moved / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert generate("--model", moved, *given) == 2
+    assert "made with something else (weights was" in capsys.readouterr().err

@@ -26,9 +26,9 @@ from pipeline.parts import (
     read_report,
     refused_row,
 )
-from pipeline.plan import to_parquet
 from pipeline.requests import build_requests
 from pipeline.schema import OUTPUT_SCHEMA, output_schema, plan_table, unify_carried
+from pipeline.shards import to_parquet
 from pipeline.summary import Summary, write_summary
 from workers.config import SamplingParams
 from workers.request import Completion, Request, TokenLogprobs

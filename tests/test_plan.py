@@ -15,16 +15,9 @@ from hypothesis import strategies as st
 
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.errors import InputError
-from pipeline.plan import (
-    Plan,
-    Shard,
-    SourceGroup,
-    assemble,
-    group_sources,
-    read_shard,
-    write_shards,
-)
+from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.schema import PLAN_SCHEMA, schema_from_json, schema_to_json
+from pipeline.shards import Shard, SourceGroup, read_shard, write_shards
 from workers.config import SamplingParams
 
 
@@ -53,11 +46,13 @@ def make_plan(
     rows_per_shard: int = 256,
 ) -> Plan:
     """What `pipeline.graph.write_plan` does, without Ray; groups in reverse, as actors may end."""
+    known = Plan.load(str(output))
+    sources = name_sources(uris, known.sources if known else ())
     written: list[tuple[Shard, pa.Schema]] = []
-    for group in reversed(group_sources(uris, limit)):
+    for group in reversed(group_sources(sources, limit, known)):
         group = SourceGroup.from_json(group.to_json())
         written += write_shards(group, admission, str(output), rows_per_shard)
-    plan = assemble(written, str(output))
+    plan = assemble(written, str(output), sources, {"weights": "w"}, known)
     plan.save(str(output))
     return plan
 
@@ -370,3 +365,94 @@ def test_carried_values_come_through_or_are_refused_by_name(
     )
     if carried_or_refused(admission, uri, tmp_path / "out", "'x'"):
         assert read_shard(str(tmp_path / "out"), "00000-00000").num_rows == len(values)
+
+
+class TestAddedSources:
+    """Files that came since the plan was made add shards; what was planned stays as it is."""
+
+    def test_only_the_new_file_is_planned(self, admission: Admission, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        first = write_jsonl(tmp_path / "b.jsonl", prompts(10, n=1))
+        before = make_plan(admission, [first], out)
+        Path(first).write_text("no longer read", encoding="utf-8")
+        second = write_jsonl(tmp_path / "a.jsonl", prompts(3, n=2))
+        for _ in range(2):  # The second time, nothing is new.
+            plan = make_plan(admission, [second, first], out)
+            assert plan.shards[: len(before.shards)] == before.shards
+            assert [s.name for s in plan.shards] == ["00000-00000", "00000-00001", "00001-00000"]
+            assert plan.sources == ((first, "b.jsonl"), (second, "a.jsonl"))
+            assert plan.carried == before.carried
+            assert Plan.load(str(out)) == plan
+            ids = [row["id"] for row in all_rows(plan, out)]
+            assert ids[-3:] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
+
+    def test_a_file_of_the_same_name_has_ids_of_its_own(
+        self, admission: Admission, tmp_path: Path
+    ) -> None:
+        uris = [write_jsonl(tmp_path / name / "a.jsonl", prompts(1)) for name in ("x", "y")]
+        make_plan(admission, uris[:1], tmp_path / "out")
+        plan = make_plan(admission, uris, tmp_path / "out")
+        ids = [row["id"] for row in all_rows(plan, tmp_path / "out")]
+        assert ids == ["a.jsonl:1", f"{uris[1]}:1"]
+
+    def test_ids_must_differ_from_the_planned_ones(
+        self, admission: Admission, tmp_path: Path
+    ) -> None:
+        uris = [
+            write_jsonl(tmp_path / f"{name}.jsonl", [{"id": "x", "prompt": "p"}]) for name in "ab"
+        ]
+        make_plan(admission, uris[:1], tmp_path / "out")
+        with pytest.raises(InputError, match="the id 'x' is also that of"):
+            make_plan(admission, uris, tmp_path / "out")
+
+    def test_a_planned_file_must_stay_in_the_input(
+        self, admission: Admission, tmp_path: Path
+    ) -> None:
+        uris = [write_jsonl(tmp_path / f"{name}.jsonl", prompts(1)) for name in "ab"]
+        make_plan(admission, uris[:1], tmp_path / "out")
+        with pytest.raises(InputError, match=r"a\.jsonl: was planned in this output"):
+            make_plan(admission, uris[1:], tmp_path / "out")
+
+    @pytest.mark.parametrize(
+        ("columns", "reason"),
+        [
+            ({"n": 1, "m": 2}, "column 'm' is in the added files only"),
+            ({"n": "x"}, "column 'n' is string in the added files, and int64 in this output"),
+            ({"n": 0.5}, "column 'n' is double in the added files, and int64 in this output"),
+        ],
+    )
+    def test_columns_cannot_change(
+        self, admission: Admission, tmp_path: Path, columns: dict[str, Any], reason: str
+    ) -> None:
+        uris = [
+            write_jsonl(tmp_path / "a.jsonl", prompts(1, n=1)),
+            write_jsonl(tmp_path / "b.jsonl", prompts(1, **columns)),
+        ]
+        make_plan(admission, uris[:1], tmp_path / "out")
+        with pytest.raises(InputError, match=reason):
+            make_plan(admission, uris, tmp_path / "out")
+
+    def test_columns_may_be_missing(self, admission: Admission, tmp_path: Path) -> None:
+        uris = [
+            write_jsonl(tmp_path / "a.jsonl", prompts(1, n=1)),
+            write_jsonl(tmp_path / "b.jsonl", prompts(1)),
+        ]
+        before = make_plan(admission, uris[:1], tmp_path / "out")
+        assert make_plan(admission, uris, tmp_path / "out").carried == before.carried
+
+    @pytest.mark.parametrize(("limit", "num_rows"), [(3, 3), (4, 4), (10, 6)])
+    def test_a_limit_counts_what_is_planned(
+        self, admission: Admission, tmp_path: Path, limit: int, num_rows: int
+    ) -> None:
+        uris = [write_jsonl(tmp_path / f"{name}.jsonl", prompts(3)) for name in "ab"]
+        make_plan(admission, uris[:1], tmp_path / "out", limit=limit)
+        assert make_plan(admission, uris, tmp_path / "out", limit=limit).num_rows == num_rows
+
+
+def test_a_plan_of_something_else_is_refused_key_by_key() -> None:
+    plan = Plan((), pa.schema([]), (), {"weights": "a", "tokenizer": "b"})
+    plan.check_origin({"weights": "a", "tokenizer": "b"})
+    with pytest.raises(InputError, match=r"\(weights was a, is c\)"):
+        plan.check_origin({"weights": "c", "tokenizer": "b"})
+    with pytest.raises(InputError, match="tokenizer was b, is d; weights was a, is c"):
+        plan.check_origin({"weights": "c", "tokenizer": "d"})

@@ -215,7 +215,7 @@ def refusal(uri: Any) -> str:
 
 def test_sources_are_checked_before_anything_starts(tmp_path: Path) -> None:
     assert "no such file" in refusal(tmp_path / "missing.jsonl")
-    assert "unknown format" in refusal(write(tmp_path / "a.csv", b"prompt\n"))
+    assert "unknown format" in refusal(write(tmp_path / "a.xlsx", b"prompt\n"))
     (tmp_path / "folder.jsonl").mkdir()
     assert "folder" in refusal(tmp_path / "folder.jsonl")
     refusal("no-such-scheme://bucket/a.jsonl")
