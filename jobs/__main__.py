@@ -1,13 +1,18 @@
 """`python -m jobs COMMAND`: dispatch, and one line for every mistake that is the user's to mend."""
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-_COMMANDS = ("generate", "quantize", "bench", "demo")
+_COMMANDS = ("generate", "status", "verify", "retry", "merge", "quantize", "bench", "demo")
 _USAGE = """usage: python -m jobs COMMAND [options]
 
 commands:
   generate   generate a data set: prompts in, answers with acceptance statistics out
+  status     how far a run has come, from its output folder alone
+  verify     check every file of an output; generate some rows again and compare
+  retry      try the rows of a run again that failed
+  merge      the parts of a run as one data set, in files of a target size
   quantize   convert a checkpoint to W8A8, measure it, write it for this and other engines
   bench      measure drafts, precisions and batch sizes on this machine and your prompts
   demo       generate, with the demo model and the example prompts, shown in the terminal
@@ -18,7 +23,8 @@ python -m jobs COMMAND --help lists a command's options."""
 def main(arguments: Sequence[str]) -> int:
     """Run a command.
 
-    Exit codes: 0 done, 1 a fault of ours, 2 bad configuration or input, 4 interrupted.
+    Exit codes: 0 done, 1 a fault of ours, 2 bad configuration or input, 3 done (or stopped) with more
+    failed samples than allowed, 4 interrupted: the same command goes on.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
@@ -26,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] not in _COMMANDS:
         print(f"error: unknown command {arguments[0]!r}\n\n{_USAGE}", file=sys.stderr)
         return 2
-    from pipeline.errors import InputError
+    from pipeline.errors import InputError, InterruptedRunError
     from quant.errors import CheckpointError
 
     try:
@@ -34,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     except (InputError, CheckpointError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except InterruptedRunError as error:
+        print(error, file=sys.stderr)
+        return 4
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 4
@@ -41,21 +50,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     """Import a command only when it runs: Ray and torch take seconds."""
-    if name == "generate":
-        from jobs.generate import generate
-
-        return generate
-    if name == "quantize":
-        from jobs.quantize import quantize
-
-        return quantize
-    if name == "bench":
-        from jobs.bench import bench
-
-        return bench
-    from jobs.demo import demo
-
-    return demo
+    command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"jobs.{name}"), name)
+    return command
 
 
 if __name__ == "__main__":

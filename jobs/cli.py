@@ -42,6 +42,7 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "engine.max_num_seqs": "max-num-seqs",
     "quant.precision": "precision",
     "cluster.num_workers": "num-workers",
+    "max_error_rate": "max-error-rate",
     "data.limit": "limit",
     "data.prompt_column": "prompt-column",
     "data.prompt_template": "prompt-template",

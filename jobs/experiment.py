@@ -15,14 +15,12 @@ from jobs.cli import say
 from jobs.prompts import Prompt
 from jobs.roofline import measure_roofline
 from jobs.samples import MAX_LEN, measure_samples
+from jobs.weights import load_pieces
 from pipeline.admission import load_tokenizer
-from pipeline.calibration import read_calibration
 from pipeline.config import BenchConfig, engine_config, recipe_of
 from pipeline.requests import derive_seed
-from quant.checkpoint import Checkpoint, open_checkpoint
-from quant.config import Precision, QuantConfig
-from quant.convert import Piece, convert
-from quant.prepare import is_cached, prepared, recipe_digest
+from quant.checkpoint import open_checkpoint
+from quant.config import Precision
 from workers.actor import use_threads
 from workers.build import build_engine
 from workers.config import EngineConfig, SamplingParams
@@ -61,7 +59,9 @@ def measure(
     """Load the models, and measure all there is: step times, passes against raw kernels, the arms."""
     checkpoint, tokenizer = open_checkpoint(folder), load_tokenizer(folder)
     use_threads(os.cpu_count() or 1, in_kernels=False)
-    pieces = {p: _load(checkpoint, recipe_of(config, p), tokenizer) for p in config.precisions}
+    pieces = {
+        p: load_pieces(checkpoint, recipe_of(config, p), tokenizer) for p in config.precisions
+    }
     use_threads(num_threads, in_kernels=True)
     longest = max(len(prompt.token_ids) for prompt in prompts) + config.max_tokens
     longest = max(longest, MAX_LEN)
@@ -86,18 +86,6 @@ def measure(
         "samples": samples,
         "runs": list(run_arms(config, prompts, models, text)),
     }
-
-
-def _load(checkpoint: Checkpoint, recipe: QuantConfig, tokenizer: Any) -> list[Piece]:
-    """The pieces of a model; calibrated first, unless the cache has the weights or needs none."""
-    if recipe.precision != "w8a8" or checkpoint.is_quantized:
-        return list(convert(checkpoint, recipe))
-    texts = read_calibration(recipe, tokenizer)
-    digest = recipe_digest(checkpoint, recipe, texts)
-    if texts and not is_cached(digest):
-        say(f"calibrating on {sum(map(len, texts))} tokens; the weights are kept in the cache")
-    with prepared(checkpoint, recipe, texts, digest) as made:
-        return list(convert(made, recipe))
 
 
 def arms(config: BenchConfig) -> list[Arm]:

@@ -1,5 +1,7 @@
-"""Folders that a command makes."""
+"""Folders that a command makes, or works on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import InputError
@@ -18,3 +20,12 @@ def new_folder(output: str) -> Path:
     if not is_writable(str(path)):
         raise InputError(f"output {output}: cannot be written to")
     return path.resolve()
+
+
+@contextmanager
+def naming_output(output: str) -> Iterator[None]:
+    """Say in one line that an output cannot be reached: a disk, a network, credentials."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"output {output}: cannot be used ({error})") from error

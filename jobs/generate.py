@@ -2,21 +2,25 @@
 
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
-import yaml
-from pydantic import ValidationError
 
 from jobs.cli import parse_run, say
+from jobs.folders import naming_output
 from pipeline import storage
 from pipeline.config import RunConfig
-from pipeline.errors import InputError, describe
+from pipeline.errors import InputError
+from pipeline.inspection import read_config
+from pipeline.lease import FILE as LEASE_FILE
+from pipeline.lease import Lease
 from pipeline.sources import check_source, find_sources
 from quant.config import QuantConfig
 from quant.hub import find_checkpoint
@@ -25,47 +29,65 @@ if TYPE_CHECKING:
     from jobs.run import Model
 
 
+_END_SECONDS = 2.0
+
+
 def generate(arguments: Sequence[str]) -> int:
-    """Run the main job; returns the exit code. Raises InputError or CheckpointError for bad input."""
+    """Run the main job; returns the exit code.
+
+    Raises:
+        InputError, CheckpointError: bad input.
+        InterruptedRunError: the output was taken over by another run.
+    """
     config = parse_run(arguments)
     started = time.monotonic()
     sources = find_sources(config.input)
     if config.quant.calibration:
         check_source(config.quant.calibration)
     _tell_ignored(sources.ignored)
-    with _naming(config.output):
+    with naming_output(config.output):
         _check_output(config)
+    return start(config, sources.uris, started)
+
+
+def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool = False) -> int:
+    """Run a job on sources that were found, in an output that was found usable; see `jobs.run.run`."""
     folder = find_checkpoint(config.model).resolve()
-    try:
-        with ThreadPoolExecutor(1) as aside:
-            opening = aside.submit(_open_model, folder, config.quant)
-            _start_ray()
-            _check_devices(config)
-            model = opening.result()
-        with _naming(config.output):
+    with ExitStack() as stack:
+        with naming_output(config.output):
+            lease = stack.enter_context(Lease(config.output))
+        stack.callback(ray.shutdown)
+        aside = stack.enter_context(ThreadPoolExecutor(1))
+        opening = aside.submit(_open_model, folder, config.quant)
+        _end_soon_on_sigterm()
+        _start_ray()
+        _end_soon_on_sigterm()  # Ray has a handler of its own.
+        _check_devices(config)
+        model = opening.result()
+        with naming_output(config.output):
             resolved = config.to_yaml().encode()
             storage.write_atomic(storage.join(config.output, "config.yaml"), resolved)
         from jobs.run import run
 
-        run(config, sources.uris, model, started)
-    finally:
-        ray.shutdown()
-    return 0
+        return run(config, uris, model, lease, started, retry=retry)
+
+
+def _end_soon_on_sigterm() -> None:
+    """As Ctrl-C, and gone in time whatever hangs: Ray's job supervisor kills after three seconds."""
+
+    def end(*_: object) -> None:
+        timer = threading.Timer(_END_SECONDS, os._exit, (4,))
+        timer.daemon = True
+        timer.start()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _tell_ignored(files: Sequence[str]) -> None:
     if files:
         others = f" and {len(files) - 1} more" if len(files) > 1 else ""
         say(f"not read, as their format is none of ours: {files[0]}{others}")
-
-
-@contextmanager
-def _naming(output: str) -> Iterator[None]:
-    """Say in one line that an output cannot be reached: a disk, a network, credentials."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"output {output}: cannot be used ({error})") from error
 
 
 def _check_output(config: RunConfig) -> None:
@@ -81,20 +103,18 @@ def _check_output(config: RunConfig) -> None:
         raise InputError(f"output {output}: is a file, not a folder")
     if not storage.is_writable(output):
         raise InputError(f"output {output}: cannot be written to")
-    content = storage.read_bytes(storage.join(output, "config.yaml"))
-    if config.resume == "never" and (content or not storage.is_empty_folder(output)):
+    there = read_config(output)
+    if config.resume == "never" and (
+        there or not storage.is_empty_folder(output, but=[LEASE_FILE])
+    ):
         raise InputError(f"output {output}: is not empty (--resume never)")
-    if content is None:
+    if there is None:
         if config.resume == "always":
             raise InputError(f"output {output}: holds no run to go on with (--resume always)")
-        if not storage.is_empty_folder(output):
+        if not storage.is_empty_folder(output, but=[LEASE_FILE]):
             raise InputError(f"output {output}: is not empty and no output of this program")
         return
-    try:
-        before = RunConfig.model_validate(yaml.safe_load(content)).identity()
-    except (yaml.YAMLError, ValidationError) as error:
-        reason = describe(error) if isinstance(error, ValidationError) else str(error)
-        raise InputError(f"output {output}: config.yaml is damaged ({reason})") from error
+    before = there.identity()
     now = config.identity()
     changed = [f"{k} was {before.get(k)!r}, is {now[k]!r}" for k in now if now[k] != before.get(k)]
     if changed and not _is_unplanned(output):

@@ -11,15 +11,19 @@ from typing import Any
 import ray
 
 from jobs.cli import say
+from pipeline import failpoints, storage
 from pipeline.admission import Admission, load_tokenizer, tokenizer_digest
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
-from pipeline.graph import GenerateSettings, run_shards, write_plan
-from pipeline.parts import PartReport, Provenance, pending_shards
-from pipeline.parts import read_report as read_part_report
-from pipeline.plan import Plan
+from pipeline.errors import InputError
+from pipeline.graph import run_shards, write_plan
+from pipeline.lease import Lease
+from pipeline.manifest import Manifest, has_failed_rows
+from pipeline.parts import PartReport, Provenance
+from pipeline.plan import Plan, first_refusal
 from pipeline.schema import schema_to_json
-from pipeline.summary import Summary, write_summary
+from pipeline.shard_worker import GenerateSettings
+from pipeline.summary import Summary, sum_reports, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.compressed import read_report
 from quant.config import QuantConfig
@@ -27,6 +31,8 @@ from quant.convert import check_precision
 from quant.prepare import cached_folder, is_cached
 from quant.store import WeightsRef, convert_to_store
 from workers.actor import WorkerSettings
+
+_ENOUGH_SAMPLES = 100  # That their failures say something of the rest.
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,55 @@ def open_model(folder: Path, config: QuantConfig) -> Model:
     return Model(checkpoint, load_tokenizer(checkpoint.folder))
 
 
-def run(config: RunConfig, uris: Sequence[str], model: Model, started: float) -> None:
-    """Plan the sources, convert, generate and sum up; Ray is running. `started`: when the job did
-    (monotonic).
+def run(
+    config: RunConfig,
+    uris: Sequence[str],
+    model: Model,
+    lease: Lease,
+    started: float,
+    *,
+    retry: bool = False,
+) -> int:
+    """Plan the sources, convert, generate and sum up; returns the exit code. Ray is running.
+
+    `started`: when the job did (monotonic). With `retry`, rows that failed are tried again, too.
     """
+    weights = _convert(config, model)
+    plan = _make_plan(config, uris, model, weights)
+    manifest = Manifest(config.output)
+    storage.remove_leftovers(storage.join(config.output, "data"))
+    done, damaged = manifest.find_parts(shard.name for shard in plan.shards)
+    for reason in damaged:
+        say(f"{reason}; it is made again")
+    if retry:
+        done = {n: r for n, r in done.items() if not has_failed_rows(r, plan.shard(n))}
+    total, fresh = sum_reports(done.values()), Summary()
+    pending = [shard.name for shard in plan.shards if shard.name not in done]
+    say(f"{plan.num_rows} rows in {len(plan.shards)} shards, {len(done)} of them done")
+    first_part_after = None
+    settings = _settings(config, model, plan, weights, lease.run, retry=retry)
+    for report in _generate(config, settings, weights, pending):
+        lease.check()
+        manifest.add(report)
+        failpoints.reach("part-listed", report.shard)
+        total, fresh = total.add(report), fresh.add(report)
+        first_part_after = first_part_after or time.monotonic() - started
+        say(
+            f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
+            f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
+        )
+        if total.num_samples >= _ENOUGH_SAMPLES and total.error_rate > config.max_error_rate:
+            break
+    manifest.save()
+    made = weights.wait() if pending else {}
+    run = _describe_run(config, weights, fresh, first_part_after) | describe_weights(made)
+    write_summary(config.output, total, run)
+    print(format_summary(total.to_dict() | run))
+    return _exit_code(config, plan, total)
+
+
+def _convert(config: RunConfig, model: Model) -> WeightsRef:
+    """Submit the conversion, and say so where it will take a while."""
     texts = []
     if not model.checkpoint.is_quantized:
         texts = read_calibration(config.quant, model.tokenizer)
@@ -58,39 +109,50 @@ def run(config: RunConfig, uris: Sequence[str], model: Model, started: float) ->
             f"calibrating on {sum(map(len, texts))} tokens; this takes a while, once: the weights "
             f"are kept in {cached_folder(weights.recipe)}"
         )
+    return weights
+
+
+def _make_plan(config: RunConfig, uris: Sequence[str], model: Model, weights: WeightsRef) -> Plan:
     limit = config.engine.max_model_len or model.checkpoint.architecture.max_position_embeddings
     vocab_size = model.checkpoint.architecture.vocab_size
     admission = Admission(model.tokenizer, config.sampling, limit, vocab_size, config.data)
     origin = {"weights": weights.digest, "tokenizer": tokenizer_digest(model.tokenizer)}
     plan = write_plan(config, uris, admission, origin)
-    names = [shard.name for shard in plan.shards]
-    pending = pending_shards(config.output, names)
-    total, fresh = Summary(), Summary()
-    for name in sorted(set(names) - set(pending)):
-        total = total.add(read_part_report(config.output, name))
-    say(f"{plan.num_rows} rows in {len(names)} shards, {len(names) - len(pending)} of them done")
-    first_part_after = None
-    for report in _generate(config, model, plan, weights, pending):
-        total, fresh = total.add(report), fresh.add(report)
-        first_part_after = first_part_after or time.monotonic() - started
-        say(
-            f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
-            f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
+    _check_refused(config, plan)
+    return plan
+
+
+def _check_refused(config: RunConfig, plan: Plan) -> None:
+    """Raise InputError if so many rows cannot run that there is no point in running the rest."""
+    num_refused = sum(shard.num_refused for shard in plan.shards)
+    if num_refused > config.max_error_rate * plan.num_rows:
+        first = first_refusal(plan, config.output)
+        raise InputError(
+            f"{num_refused} of {plan.num_rows} rows cannot run, more than --max-error-rate "
+            f"{config.max_error_rate} allows; the first: {first}"
         )
-    made = weights.wait() if pending else {}
-    run = _describe_run(config, weights, fresh, first_part_after) | describe_weights(made)
-    write_summary(config.output, total, run)
-    print(format_summary(total.to_dict() | run))
+
+
+def _exit_code(config: RunConfig, plan: Plan, total: Summary) -> int:
+    """0, or 3 where more samples failed than may."""
+    if total.error_rate <= config.max_error_rate:
+        return 0
+    stopped = "" if total.num_rows == plan.num_rows else "; the run was stopped"
+    say(
+        f"{total.num_errors} of {total.num_samples} samples failed, more than --max-error-rate "
+        f"{config.max_error_rate} allows{stopped}"
+    )
+    return 3
 
 
 def _generate(
-    config: RunConfig, model: Model, plan: Plan, weights: WeightsRef, pending: list[str]
+    config: RunConfig, settings: GenerateSettings, weights: WeightsRef, pending: list[str]
 ) -> Iterator[PartReport]:
     """Generate the pending shards; raises CheckpointError if the weights turn out unusable."""
     if not pending:
         return
     try:
-        yield from run_shards(pending, weights, _settings(config, model, plan, weights), config)
+        yield from run_shards(pending, weights, settings, config)
     except Exception:
         weights.wait()  # Workers start while the conversion runs: if it failed, its error is the one.
         raise
@@ -147,15 +209,20 @@ def _format_weights(summary: dict[str, Any]) -> str:
     )
 
 
-def _settings(config: RunConfig, model: Model, plan: Plan, weights: WeightsRef) -> GenerateSettings:
+def _settings(
+    config: RunConfig, model: Model, plan: Plan, weights: WeightsRef, run_id: str, *, retry: bool
+) -> GenerateSettings:
     packages = ("quasar-batch", "torch", "transformers", "ray", "numba", "pyarrow")
     versions = {name: importlib.metadata.version(name) for name in packages}
     # Room for the longest row, and for one position at least where every row was refused.
     max_model_len = max(2, plan.max_total_tokens)
     return GenerateSettings(
         output=config.output,
+        run=run_id,
+        retry=retry,
         sampling=config.sampling,
         seed=config.seed,
+        max_attempts_per_row=config.cluster.max_attempts_per_row,
         provenance=Provenance(
             model=config.model,
             weights_digest=weights.digest,

@@ -5,8 +5,9 @@ import json
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from pipeline.errors import describe
 from quant.config import Precision, QuantConfig
 from workers.config import Device, EngineConfig, SamplingParams
 
@@ -68,6 +69,14 @@ class ClusterConfig(BaseModel):
     shards_per_worker: int = Field(
         4, ge=1, description="Shards a worker holds at once, so that its batch never runs dry."
     )
+    max_restarts: int = Field(
+        20, ge=0, description="Times a worker whose process died is started again."
+    )
+    max_attempts_per_row: int = Field(
+        3,
+        ge=1,
+        description="Workers that may die with a row before it is given up; it takes three to find it.",
+    )
 
 
 class RunConfig(BaseModel):
@@ -93,6 +102,12 @@ class RunConfig(BaseModel):
         ge=0,
         lt=2**63,
         description="Seed of the run; each row without its own derives one from it.",
+    )
+    max_error_rate: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of failed samples above which a run stops, or ends with exit code 3.",
     )
     sampling: SamplingParams = SamplingParams()
     engine: EngineConfig = EngineConfig()
@@ -123,6 +138,16 @@ class RunConfig(BaseModel):
     def digest(self) -> str:
         """sha256 (hex) of the identity."""
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def from_yaml(cls, content: bytes) -> "RunConfig":
+        """The configuration that `to_yaml` wrote; raises ValueError, saying what is wrong with it."""
+        try:
+            return cls.model_validate(yaml.safe_load(content))
+        except ValidationError as error:
+            raise ValueError(describe(error)) from error
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
 
     def to_yaml(self) -> str:
         """The resolved configuration; feeding it to --config gives the same run."""

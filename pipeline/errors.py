@@ -1,10 +1,18 @@
-"""What is wrong with a configuration or an input (exit code 2), and with a row alone."""
+"""What ends a run (a configuration or an input that must be mended, an interruption), and a row."""
 
 from pydantic import ValidationError
 
 
 class InputError(ValueError):
     """Bad configuration or input; the message names the file, the row or the key."""
+
+
+class InterruptedRunError(Exception):
+    """A run that ends before it is done and can be gone on with (exit code 4)."""
+
+
+class DamagedPartError(Exception):
+    """A part that is there and is not whole; the message names it."""
 
 
 class Refusal(Exception):  # noqa: N818 - a verdict on a row, not a fault of the program

@@ -4,49 +4,27 @@ What travels between processes is small: names of shards and what became of them
 file.
 """
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
+from pipeline import failpoints
 from pipeline.admission import Admission
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
-from pipeline.parts import (
-    PartReport,
-    Provenance,
-    answer_row,
-    commit_part,
-    next_attempt,
-    refused_row,
-)
+from pipeline.parts import PartReport
 from pipeline.plan import Plan, assemble, group_sources, name_sources
-from pipeline.requests import build_requests
-from pipeline.schema import PLAN_SCHEMA, output_schema, schema_from_json
-from pipeline.shards import Shard, SourceGroup, read_shard, write_groups
+from pipeline.schema import schema_from_json
+from pipeline.shard_worker import GenerateSettings, ShardWorker
+from pipeline.shards import Shard, SourceGroup, missing_shards, write_groups
 from quant.store import WeightsRef
-from workers.actor import Worker, WorkerSettings, start_engine, worker_environment
-from workers.config import SamplingParams
-from workers.stats import AcceptanceStats
-
-
-@dataclass(frozen=True)
-class GenerateSettings:
-    """What an actor needs to know beside its weights."""
-
-    output: str
-    sampling: SamplingParams
-    seed: int
-    provenance: Provenance
-    carried: str
-    worker: WorkerSettings
+from workers.actor import worker_environment
 
 
 def write_plan(
@@ -62,11 +40,23 @@ def write_plan(
     known = Plan.load(config.output)
     if known is not None:
         known.check_origin(origin)
+        known = _mend(known, config, admission)
     sources = name_sources(uris, known.sources if known else ())
     groups = group_sources(sources, config.data.limit, known)
     if known is not None and not groups:
         return known
     plan = assemble(_write_shards(groups, config, admission), config.output, sources, origin, known)
+    plan.save(config.output)
+    return plan
+
+
+def _mend(plan: Plan, config: RunConfig, admission: Admission) -> Plan:
+    """Make prompt shards that got lost again, from the sources they were made of."""
+    lost = missing_shards(config.output, plan.shards)
+    if not lost:
+        return plan
+    groups = plan.groups_of(lost, config.data.limit)
+    plan = plan.with_mended(shard for shard, _ in _write_shards(groups, config, admission))
     plan.save(config.output)
     return plan
 
@@ -108,7 +98,7 @@ def run_shards(
         [{"shard": shard} for shard in shards], override_num_blocks=len(shards)
     )
     committed = dataset.map_batches(
-        _ShardActor,
+        ShardWorker,
         fn_constructor_args=([weights], settings),
         batch_size=1,
         compute=ActorPoolStrategy(
@@ -119,11 +109,11 @@ def run_shards(
         # Half a CPU is left to the conversion task, should its pieces have to be made again.
         num_cpus=threads - 0.5,
         num_gpus=1 if cluster.device == "cuda" else None,
-        runtime_env={"env_vars": worker_environment(threads)},
+        runtime_env={"env_vars": worker_environment(threads) | _failpoint()},
+        max_restarts=cluster.max_restarts,
     )
     for row in _rows(committed):
-        stats = AcceptanceStats(**row["report"].pop("stats"))
-        yield PartReport(**row["report"], stats=stats)
+        yield PartReport.from_dict(row["report"])
 
 
 def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
@@ -135,57 +125,10 @@ def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
         yield from table.to_pylist()
 
 
-class _ShardActor:
-    """A stateful actor: one engine, several shards at once, parts committed as they finish."""
-
-    def __init__(self, weights: list[WeightsRef], settings: GenerateSettings) -> None:
-        self._settings = settings
-        self._worker = Worker(
-            lambda: start_engine(weights[0], settings.worker), settings.worker.device
-        )
-        self._schema = output_schema(schema_from_json(settings.carried))
-        self._turn = asyncio.Lock()
-
-    async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, list[Any]]]:
-        for shard in batch["shard"]:
-            report = await self._run_shard(str(shard))
-            yield {"report": [asdict(report)]}
-
-    async def _run_shard(self, shard: str) -> PartReport:
-        """Answer every row of a shard and commit its part."""
-        settings = self._settings
-        async with self._turn:  # Shards enter the engine's queue in the order they came.
-            plan = await asyncio.to_thread(read_shard, settings.output, shard)
-            attempt = await asyncio.to_thread(next_attempt, settings.output, shard)
-            rows = plan.select(PLAN_SCHEMA.names).to_pylist()
-            admitted = [(i, row) for i, row in enumerate(rows) if row["error"] is None]
-            index_of = {row["id"]: i for i, row in admitted}
-            completions = self._worker.submit(
-                [
-                    request
-                    for _, row in admitted
-                    for request in build_requests(row, settings.sampling, settings.seed)
-                ]
-            )
-        common = self._common_columns(attempt)
-        answered = [
-            (i, refused_row(row, common)) for i, row in enumerate(rows) if row["error"] is not None
-        ]
-        async for completion in completions:
-            i = index_of[completion.request.id]
-            answered.append((i, answer_row(completion, rows[i], common)))
-        answered.sort(key=lambda item: (item[0], item[1]["sample_idx"]))
-        return await asyncio.to_thread(
-            commit_part, settings.output, shard, answered, plan, self._schema, settings.provenance
-        )
-
-    def _common_columns(self, attempt: int) -> dict[str, Any]:
-        return {
-            "attempt": attempt,
-            "model": self._settings.provenance.model,
-            "device": self._worker.device,
-            "num_spec_tokens": self._settings.worker.engine.num_spec_tokens,
-        }
+def _failpoint() -> dict[str, str]:
+    """What a test has set here counts in the workers, too."""
+    wanted = os.environ.get(failpoints.VARIABLE)
+    return {failpoints.VARIABLE: wanted} if wanted else {}
 
 
 def _quiet() -> None:

@@ -1,8 +1,8 @@
 """Committed parts: one Parquet file per shard, put in place in one step. Presence is progress."""
 
+import hashlib
 import io
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import storage
-from pipeline.schema import OUTPUT_SCHEMA, footer, output_table
+from pipeline import failpoints, storage
+from pipeline.errors import DamagedPartError
+from pipeline.schema import CARRIED, OUTPUT_SCHEMA, footer, output_table, schema_digest
 from pipeline.shards import to_parquet
-from workers.request import Completion, TokenLogprobs
+from workers.request import Completion, Request, TokenLogprobs
 from workers.stats import AcceptanceStats
 
 
@@ -29,9 +30,15 @@ class Provenance:
 
 @dataclass(frozen=True)
 class PartReport:
-    """What one part adds up to; times are seconds since the epoch."""
+    """What one part adds up to; times are seconds since the epoch.
+
+    `sha256` is of the file's bytes, `schema` of its schema.
+    """
 
     shard: str
+    num_bytes: int
+    sha256: str
+    schema: str
     num_rows: int
     num_samples: int
     num_errors: int
@@ -41,24 +48,27 @@ class PartReport:
     started_at: float
     finished_at: float
 
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "PartReport":
+        """The report that `dataclasses.asdict` took apart; raises TypeError or KeyError if it did not."""
+        stats = raw["stats"]
+        counts = stats["num_steps"], stats["num_draft_tokens"], tuple(stats["histogram"])
+        return cls(**raw | {"stats": AcceptanceStats(*counts)})
+
 
 def part_uri(output: str, shard: str) -> str:
     """Where a shard's part lies."""
     return storage.join(output, "data", f"part-{shard}.parquet")
 
 
-def pending_shards(output: str, shards: Iterable[str]) -> list[str]:
-    """The shards whose part is not there yet."""
-    return [shard for shard in shards if not storage.exists(part_uri(output, shard))]
-
-
-def next_attempt(output: str, shard: str) -> int:
-    """Count and record a try at a shard: 1 for the first. It outlives the process that tries."""
-    uri = storage.join(output, "attempts", f"{shard}.json")
-    before = storage.read_bytes(uri)
-    attempt = 1 + (json.loads(before)["attempt"] if before else 0)
-    storage.write_atomic(uri, json.dumps({"attempt": attempt}).encode())
-    return attempt
+def list_parts(output: str) -> dict[str, int]:
+    """The bytes of every part that is in place, by its shard; raises OSError."""
+    parts = {}
+    for uri, num_bytes in storage.list_files(storage.join(output, "data")).items():
+        name = uri.rpartition("/")[2]
+        if name.startswith("part-") and name.endswith(".parquet"):
+            parts[name.removeprefix("part-").removesuffix(".parquet")] = num_bytes
+    return parts
 
 
 def commit_part(
@@ -79,17 +89,58 @@ def commit_part(
             "versions": provenance.versions,
         }
     )
-    storage.write_atomic(
-        part_uri(output, shard), to_parquet(table.replace_schema_metadata(metadata))
-    )
-    return _report(shard, table)
+    content = to_parquet(table.replace_schema_metadata(metadata))
+    _write_errors(output, shard, table, [index for index, _ in rows], plan)
+    with storage.open_write(part_uri(output, shard)) as file:
+        file.write(content)
+        failpoints.reach("part-aside", shard)
+    failpoints.reach("part-placed", shard)
+    return report_of(shard, table, content)
+
+
+def errors_uri(output: str, shard: str) -> str:
+    """Where a shard's failed rows lie, whole."""
+    return storage.join(output, "errors", f"errors-{shard}.parquet")
+
+
+def _write_errors(
+    output: str, shard: str, table: pa.Table, indices: Sequence[int], plan: pa.Table
+) -> None:
+    """Write the failed rows as the plan has them, with what went wrong; no file where none failed."""
+    failed = [i for i, reason in enumerate(table["finish_reason"].to_pylist()) if reason == "error"]
+    uri = errors_uri(output, shard)
+    if not failed:
+        storage.remove(uri)
+        return
+    rows = plan.take(pa.array([indices[i] for i in failed], pa.int64()))
+    for name in ("sample_idx", "error_type", "error"):
+        if name in rows.column_names:
+            rows = rows.drop_columns([name])
+        rows = rows.append_column(name, table[name].take(pa.array(failed, pa.int64())))
+    renamed = [name.removeprefix(CARRIED) for name in rows.column_names]
+    unique = len(set(renamed)) == len(renamed)
+    storage.write_atomic(uri, to_parquet(rows.rename_columns(renamed) if unique else rows))
+
+
+def read_part(output: str, shard: str) -> tuple[pa.Table, bytes]:
+    """A part that is in place, and the bytes of its file; raises DamagedPartError."""
+    uri = part_uri(output, shard)
+    content = storage.read_bytes(uri)
+    if content is None:
+        raise DamagedPartError(f"{uri}: is missing")
+    try:
+        return pq.read_table(io.BytesIO(content)), content
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedPartError(f"{uri}: is damaged ({error})") from error
 
 
 def read_report(output: str, shard: str) -> PartReport:
-    """The report of a part that is already in place."""
-    content = storage.read_bytes(part_uri(output, shard))
-    assert content is not None
-    return _report(shard, pq.read_table(io.BytesIO(content), columns=list(_REPORTED)))
+    """The report of a part that is in place; raises DamagedPartError."""
+    table, content = read_part(output, shard)
+    if missing := [name for name in _REPORTED if name not in table.column_names]:
+        uri = part_uri(output, shard)
+        raise DamagedPartError(f"{uri}: is none of ours (it has no column {missing[0]!r})")
+    return report_of(shard, table, content)
 
 
 _REPORTED = (
@@ -105,7 +156,8 @@ _REPORTED = (
 )
 
 
-def _report(shard: str, table: pa.Table) -> PartReport:
+def report_of(shard: str, table: pa.Table, content: bytes) -> PartReport:
+    """What a part of these rows, in a file of this content, adds up to."""
     rows = table.select(list(_REPORTED)).to_pylist()
     stats = AcceptanceStats()
     for row in rows:
@@ -115,6 +167,9 @@ def _report(shard: str, table: pa.Table) -> PartReport:
     ends = [row["finished_at"].timestamp() for row in rows]
     return PartReport(
         shard=shard,
+        num_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        schema=schema_digest(table.schema),
         num_rows=len({row["id"] for row in rows}),
         num_samples=len(rows),
         num_errors=sum(row["finish_reason"] == "error" for row in rows),
@@ -160,6 +215,20 @@ def refused_row(plan_row: dict[str, Any], common: dict[str, Any]) -> dict[str, A
     """Our columns for a row that the plan refused."""
     reason = {"error": plan_row["error"], "error_type": plan_row["error_type"]}
     return _row(plan_row, common) | reason | {"finish_reason": "error"}
+
+
+def dead_rows(
+    requests: Sequence[Request], num_deaths: int, plan_row: dict[str, Any], common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Our columns for the samples of a row that kills its worker."""
+    reason = {
+        "error": f"the worker's process died with this row under way, {num_deaths} times, the last "
+        "time with nothing else under way",
+        "error_type": "WorkerDied",
+        "finish_reason": "error",
+    }
+    row = _row(plan_row, common) | reason
+    return [row | {"sample_idx": r.sample_idx, "seed": r.seed} for r in requests]
 
 
 def _row(plan_row: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,12 @@ with their reason. `plan.json` is written last; where it is, the plan is complet
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 
 import pyarrow as pa
 
-from pipeline import storage
+from pipeline import failpoints, storage
 from pipeline.errors import InputError
 from pipeline.schema import CARRIED, schema_from_json, schema_to_json, unify_carried
 from pipeline.shards import Shard, SourceGroup, read_shard
@@ -45,6 +45,14 @@ class Plan:
         """The longest prompt plus answer: what a cache row must hold."""
         return max((shard.max_total_tokens for shard in self.shards), default=0)
 
+    def shard(self, name: str) -> Shard:
+        """The shard of this name; raises KeyError."""
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Shard]:
+        return {shard.name: shard for shard in self.shards}
+
     def check_origin(self, origin: dict[str, str]) -> None:
         """Raise InputError, naming what differs, if the plan was made for something else."""
         keys = sorted({*origin, *self.origin})
@@ -58,6 +66,27 @@ class Plan:
                 f"the output was made with something else ({'; '.join(differing)}); choose another folder"
             )
 
+    def groups_of(self, shards: Sequence[Shard], limit: int | None) -> list[SourceGroup]:
+        """What must be read to write these shards again."""
+        only = frozenset(shard.name for shard in shards)
+        numbered = tuple((i, uri, name) for i, (uri, name) in enumerate(self.sources))
+        if limit is not None:
+            return [SourceGroup(numbered, limit, only)]
+        lost = {shard.source for shard in shards}
+        return [SourceGroup((source,), None, only) for source in numbered if source[0] in lost]
+
+    def with_mended(self, shards: Iterable[Shard]) -> "Plan":
+        """The plan with shards that were written again; raises InputError if they hold something else."""
+        mended = {shard.name: shard for shard in shards}
+        for old in self.shards:
+            new = mended.get(old.name)
+            if new is not None and not new.holds_as_much_as(old):
+                raise InputError(
+                    f"{self.sources[old.source][0]}: has changed since the plan was made, and the prompt "
+                    f"shard {old.name} is lost"
+                )
+        return replace(self, shards=tuple(mended.get(s.name, s) for s in self.shards))
+
     def save(self, output: str) -> None:
         """Write plan.json, which makes the plan complete."""
         content = {
@@ -66,6 +95,7 @@ class Plan:
             "carried": schema_to_json(self.carried),
             "shards": [asdict(shard) for shard in self.shards],
         }
+        failpoints.reach("plan")
         storage.write_atomic(_manifest(output), json.dumps(content, indent=1).encode())
 
     @classmethod
@@ -146,6 +176,15 @@ def assemble(
         raise InputError("the input holds no rows")
     _check_ids(plan, output)
     return plan
+
+
+def first_refusal(plan: Plan, output: str) -> str:
+    """Why the first row that cannot run cannot; empty if all can."""
+    for shard in plan.shards:
+        if shard.num_refused:
+            errors = read_shard(output, shard.name, ["error"]).column("error").drop_null()
+            return str(errors[0])
+    return ""
 
 
 def _within(known: pa.Schema, added: pa.Schema) -> pa.Schema:

@@ -10,12 +10,21 @@ from workers.request import Request
 
 def build_requests(row: dict[str, Any], defaults: SamplingParams, run_seed: int) -> list[Request]:
     """The n requests of an admitted plan row."""
-    own = json.loads(row["sampling_params"] or "{}")
-    merged = json.dumps(defaults.model_dump(mode="json") | own)
-    params = SamplingParams.model_validate_json(merged)
+    params = _merge(row, defaults)
     seed = params.seed if params.seed is not None else derive_seed(run_seed, row["id"])
     prompt = tuple(row["prompt_token_ids"])
     return [Request(row["id"], prompt, params, seed, sample_idx) for sample_idx in range(params.n)]
+
+
+def num_samples(row: dict[str, Any], defaults: SamplingParams) -> int:
+    """How many samples an admitted plan row asks for."""
+    return _merge(row, defaults).n if row["sampling_params"] else defaults.n
+
+
+def _merge(row: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    own = json.loads(row["sampling_params"] or "{}")
+    merged = json.dumps(defaults.model_dump(mode="json") | own)
+    return SamplingParams.model_validate_json(merged)
 
 
 def derive_seed(run_seed: int, row_id: str) -> int:

@@ -1,5 +1,6 @@
 """The columns of plan shards and of the output: always the same, whatever happened to the rows."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -179,6 +180,13 @@ def output_table(
         else:
             arrays.append(pa.nulls(len(rows), field.type))
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def schema_digest(schema: pa.Schema) -> str:
+    """Name a schema by its columns and types (sha256, hex), whatever metadata it carries."""
+    text = "\n".join(f"{field.name}: {field.type} {field.nullable}" for field in schema)
+    text = text.replace("element: ", "item: ")  # What Parquet calls a list's values.
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def schema_to_json(schema: pa.Schema) -> str:

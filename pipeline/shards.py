@@ -1,9 +1,10 @@
 """Prompt shards: input rows, admitted, in small Parquet files of fixed rows."""
 
+import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -23,7 +24,7 @@ _FIRST_SHARD_ROWS = 8
 class Shard:
     """A unit of work and of commitment: fixed rows, one output part.
 
-    `max_total_tokens` is the longest prompt plus answer among its rows.
+    `max_total_tokens` is the longest prompt plus answer among its rows; `sha256` is of its file.
     """
 
     name: str
@@ -31,24 +32,41 @@ class Shard:
     num_refused: int
     num_input_tokens: int
     max_total_tokens: int
+    num_bytes: int
+    sha256: str
+
+    @property
+    def source(self) -> int:
+        """The index of the source its rows are from."""
+        return int(self.name.partition("-")[0])
+
+    def holds_as_much_as(self, other: "Shard") -> bool:
+        """Whether two are alike in all but the bytes of their files."""
+        return replace(self, num_bytes=0, sha256="") == replace(other, num_bytes=0, sha256="")
 
 
 @dataclass(frozen=True)
 class SourceGroup:
-    """Sources planned together, in order: (index, URI, name for ids)."""
+    """Sources planned together, in order: (index, URI, name for ids).
+
+    `limit` is how many rows are read of them; `only`, if not empty, which shards are written.
+    """
 
     sources: tuple[tuple[int, str, str], ...]
     limit: int | None = None
+    only: frozenset[str] = frozenset()
 
     def to_json(self) -> str:
         """The group as text."""
-        return json.dumps([self.sources, self.limit])
+        return json.dumps([self.sources, self.limit, sorted(self.only)])
 
     @classmethod
     def from_json(cls, text: str) -> "SourceGroup":
         """The group `to_json` wrote."""
-        sources, limit = json.loads(text)
-        return cls(tuple((index, uri, name) for index, uri, name in sources), limit)
+        sources, limit, only = json.loads(text)
+        return cls(
+            tuple((index, uri, name) for index, uri, name in sources), limit, frozenset(only)
+        )
 
 
 def write_shards(
@@ -60,11 +78,14 @@ def write_shards(
         rows = (admission.admit(raw, name) for raw in islice(read_rows(uri), left))
         types = column_types(uri)
         for number, chunk in enumerate(_chunks(rows, rows_per_shard)):
-            table = plan_table(chunk, types)
-            shard = _describe(f"{index:05d}-{number:05d}", chunk)
-            storage.write_atomic(_shard_file(output, shard.name), to_parquet(table))
             left = None if left is None else left - len(chunk)
-            yield shard, table.schema
+            shard = f"{index:05d}-{number:05d}"
+            if group.only and shard not in group.only:
+                continue
+            table = plan_table(chunk, types)
+            content = to_parquet(table)
+            storage.write_atomic(shard_uri(output, shard), content)
+            yield _describe(shard, chunk, content), table.schema
 
 
 def write_groups(
@@ -90,11 +111,32 @@ def write_groups(
 
 
 def read_shard(output: str, name: str, columns: list[str] | None = None) -> pa.Table:
-    """A prompt shard's rows, in all columns or in those named."""
-    content = storage.read_bytes(_shard_file(output, name))
+    """A prompt shard's rows, in all columns or in those named; raises InputError if it is damaged."""
+    uri = shard_uri(output, name)
+    content = storage.read_bytes(uri)
     if content is None:
-        raise InputError(f"{_shard_file(output, name)}: missing, though the plan names it")
-    return pq.read_table(io.BytesIO(content), columns=columns)
+        raise InputError(f"{uri}: missing, though the plan names it")
+    try:
+        return pq.read_table(io.BytesIO(content), columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{uri}: damaged ({error})") from error
+
+
+def check_shard(output: str, shard: Shard) -> str:
+    """What is wrong with a prompt shard's file; empty if nothing is."""
+    uri = shard_uri(output, shard.name)
+    content = storage.read_bytes(uri)
+    if content is None:
+        return f"{uri}: is missing"
+    whole = hashlib.sha256(content).hexdigest() == shard.sha256
+    return "" if whole else f"{uri}: is damaged (its bytes are not those that were planned)"
+
+
+def missing_shards(output: str, shards: Iterable[Shard]) -> list[Shard]:
+    """Those whose file is not there, or has another size than it had."""
+    there = storage.list_files(storage.join(output, "plan"))
+    sizes = {uri.rpartition("/")[2]: num_bytes for uri, num_bytes in there.items()}
+    return [s for s in shards if sizes.get(f"shard-{s.name}.parquet") != s.num_bytes]
 
 
 def to_parquet(table: pa.Table) -> bytes:
@@ -111,15 +153,18 @@ def _chunks(rows: Iterator[AdmittedRow], rows_per_shard: int) -> Iterator[list[A
         size = min(size * 2, rows_per_shard)
 
 
-def _describe(name: str, rows: Sequence[AdmittedRow]) -> Shard:
+def _describe(name: str, rows: Sequence[AdmittedRow], content: bytes) -> Shard:
     return Shard(
         name=name,
         num_rows=len(rows),
         num_refused=sum(row.error is not None for row in rows),
         num_input_tokens=sum(len(row.prompt_token_ids or ()) for row in rows),
         max_total_tokens=max(row.max_total_tokens for row in rows),
+        num_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
     )
 
 
-def _shard_file(output: str, name: str) -> str:
+def shard_uri(output: str, name: str) -> str:
+    """Where a prompt shard lies."""
     return storage.join(output, "plan", f"shard-{name}.parquet")

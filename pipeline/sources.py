@@ -121,7 +121,7 @@ def _expand(name: str) -> tuple[list[str], list[str]]:
             return found, []
         if not storage.is_folder(name):
             return [name], []
-        files = storage.list_files(name)
+        files = list(storage.list_files(name))
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise

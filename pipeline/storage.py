@@ -4,7 +4,7 @@ import glob as local_glob
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -71,24 +71,27 @@ def is_folder(uri: str) -> bool:
         return bool(files.get_file_info(path).type == fs.FileType.Directory)
 
 
-def list_files(folder: str) -> list[str]:
-    """All files below a folder, at any depth, sorted; those whose names begin with a dot are left out.
+def list_files(folder: str) -> dict[str, int]:
+    """All files below a folder, at any depth, with their bytes, sorted; none if there is no folder.
+
+    Those whose names, or whose folders' names, begin with a dot are left out.
 
     Raises:
-        OSError: the folder is not there, or its storage cannot be listed.
+        OSError: the storage cannot be listed.
     """
     if is_local(folder):
         path = local_path(folder)
-        found = (str(file) for file in path.rglob("*") if file.is_file())
+        found = {str(file): file.stat().st_size for file in path.rglob("*") if file.is_file()}
         below = len(str(path))
     else:
         with _as_os_error():
             files, path = fs.FileSystem.from_uri(folder)
-            scheme = urlsplit(folder).scheme
-            infos = files.get_file_info(fs.FileSelector(path, recursive=True))
-            found = (f"{scheme}://{info.path}" for info in infos if info.is_file)
+            selector = fs.FileSelector(path, recursive=True, allow_not_found=True)
+            infos = files.get_file_info(selector)
+        scheme = urlsplit(folder).scheme
+        found = {f"{scheme}://{info.path}": info.size for info in infos if info.is_file}
         below = len(folder)
-    return sorted(uri for uri in found if "/." not in uri[below:])
+    return {uri: found[uri] for uri in sorted(found) if "/." not in uri[below:]}
 
 
 def open_read(uri: str) -> IO[bytes]:
@@ -134,25 +137,80 @@ def is_missing(error: OSError) -> bool:
 
 
 def write_atomic(uri: str, content: bytes) -> None:
-    """Put a file in place in one step: whole or not at all, to every reader.
+    """Put a file in place in one step: whole or not at all, to every reader."""
+    with open_write(uri) as file:
+        file.write(content)
 
-    Locally it is written aside, flushed to disk and renamed; elsewhere it is one PUT.
+
+@contextmanager
+def open_write(uri: str) -> Iterator[IO[bytes]]:
+    """A file to write, which is in place, whole, once the context ends without an error.
+
+    Locally it is written aside, flushed to disk and renamed; elsewhere it is one PUT, or one upload of
+    several pieces. Raises OSError.
     """
     if not is_local(uri):
         with _as_os_error(), _open(uri, "wb") as file:
-            file.write(content)
+            yield file
         return
     path = local_path(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with aside.open("wb") as file:
-            file.write(content)
+        with _pack(aside, path.suffix) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def create(uri: str, content: bytes) -> bool:
+    """Make a local file, unless it is there: False then."""
+    path = local_path(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
+    return True
+
+
+def remove(uri: str) -> None:
+    """Remove a file, if it is there."""
+    if is_local(uri):
+        local_path(uri).unlink(missing_ok=True)
+        return
+    with _as_os_error():
+        files, path = fs.FileSystem.from_uri(uri)
+        if files.get_file_info(path).type != fs.FileType.NotFound:
+            files.delete_file(path)
+
+
+def move(uri: str, to: str) -> None:
+    """Put a file elsewhere on the same storage, over what is there."""
+    if is_local(uri):
+        local_path(to).parent.mkdir(parents=True, exist_ok=True)
+        local_path(uri).replace(local_path(to))
+        return
+    with _as_os_error():
+        files, path = fs.FileSystem.from_uri(uri)
+        files.move(path, fs.FileSystem.from_uri(to)[1])
+
+
+def remove_empty_folder(uri: str) -> None:
+    """Remove a local folder that holds nothing; elsewhere, such a folder is not there."""
+    if is_local(uri) and is_folder(uri) and is_empty_folder(uri):
+        local_path(uri).rmdir()
+
+
+def remove_leftovers(folder: str) -> None:
+    """Remove what killed processes left of files they were writing aside."""
+    if is_local(folder):
+        for path in local_path(folder).glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def is_writable(uri: str) -> bool:
@@ -165,12 +223,16 @@ def is_writable(uri: str) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def is_empty_folder(uri: str) -> bool:
-    """Whether a local output folder holds nothing; a remote one is taken at its word."""
-    if not is_local(uri):
-        return True
-    path = local_path(uri)
-    return not path.exists() or not any(path.iterdir())
+def is_empty_folder(uri: str, but: Sequence[str] = ()) -> bool:
+    """Whether a folder holds nothing, `but` for files of these names.
+
+    Raises:
+        OSError: the storage cannot be listed.
+    """
+    if is_local(uri):
+        path = local_path(uri)
+        return not path.exists() or all(entry.name in but for entry in path.iterdir())
+    return all(name.rpartition("/")[2] in but for name in list_files(uri))
 
 
 @contextmanager
@@ -182,6 +244,13 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _pack(path: Path, suffix: str) -> Any:
+    """Open for writing; packed if the file's final name says so."""
+    if suffix not in PACKED:
+        return path.open("wb")
+    return smart_open.open(str(path), "wb", compression=suffix)
 
 
 def _open(uri: str, mode: str) -> Any:

@@ -1,6 +1,8 @@
 """What a run adds up to: counts and ratios, in one JSON file beside the parts."""
 
+import functools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +41,11 @@ class Summary:
         )
 
     @property
+    def error_rate(self) -> float:
+        """Failed samples over all."""
+        return self.num_errors / self.num_samples if self.num_samples else 0.0
+
+    @property
     def seconds(self) -> float:
         """Length of the generation phase: prompts and answers, without start-up."""
         return max(0.0, self.finished_at - self.started_at)
@@ -68,6 +75,11 @@ class Summary:
             "mean_acceptance_length": stats.mean_acceptance_length,
             "draft_acceptance_rate": stats.draft_acceptance_rate,
         }
+
+
+def sum_reports(reports: Iterable[PartReport]) -> Summary:
+    """What parts add up to."""
+    return functools.reduce(Summary.add, reports, Summary())
 
 
 def write_summary(output: str, summary: Summary, run: dict[str, Any]) -> None:

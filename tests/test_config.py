@@ -98,6 +98,7 @@ _OTHER = {
     "quant.down_activations": "int16",
     "quant.embeddings": "int8",
     "resume": "never",
+    "max_error_rate": 0.25,
     "data.limit": 10,
     "data.prompt_column": "question",
     "data.prompt_template": "Q: {{ prompt }}",
@@ -109,6 +110,8 @@ _OTHER = {
     "cluster.shards_per_worker": 2,
     "cluster.weights": "file",
     "cluster.device": "cuda",
+    "cluster.max_restarts": 5,
+    "cluster.max_attempts_per_row": 4,
 }
 
 
@@ -318,6 +321,7 @@ def test_identity_leaves_out_what_changes_only_the_time() -> None:
             "cluster.weights",
             "output",
             "resume",
+            *("max_error_rate", "cluster.max_restarts", "cluster.max_attempts_per_row"),
             "cluster.device",
         ),
     }

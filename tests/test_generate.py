@@ -249,7 +249,7 @@ class Killer(threading.Thread):
         return [
             actor
             for actor in actors().values()
-            if "_ShardActor" in actor["ActorClassName"] and actor["StartTime"] >= since
+            if "ShardWorker" in actor["ActorClassName"] and actor["StartTime"] >= since
         ]
 
     def run(self) -> None:

@@ -14,15 +14,15 @@ import pytest
 
 from pipeline import storage
 from pipeline.admission import AdmittedRow
-from pipeline.errors import InputError
+from pipeline.errors import DamagedPartError, InputError
 from pipeline.parts import (
     PartReport,
     Provenance,
     answer_row,
     commit_part,
-    next_attempt,
+    errors_uri,
+    list_parts,
     part_uri,
-    pending_shards,
     read_report,
     refused_row,
 )
@@ -279,8 +279,12 @@ def test_a_report_is_the_sum_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_a_summary_is_the_sum_of_its_parts(tmp_path: Path) -> None:
-    one = PartReport("a", 3, 4, 1, 9, 60, AcceptanceStats(9, 15, (3, 0, 3)), 100.0, 104.0)
-    two = PartReport("b", 2, 2, 0, 7, 40, AcceptanceStats(4, 5, (1, 2, 0, 1)), 102.0, 110.0)
+    one = PartReport(
+        "a", 99, "s", "c", 3, 4, 1, 9, 60, AcceptanceStats(9, 15, (3, 0, 3)), 100.0, 104.0
+    )
+    two = PartReport(
+        "b", 99, "s", "c", 2, 2, 0, 7, 40, AcceptanceStats(4, 5, (1, 2, 0, 1)), 102.0, 110.0
+    )
     summary = Summary().add(one).add(two)
     write_summary(str(tmp_path), summary, {"model": "m"})
     written = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
@@ -311,16 +315,39 @@ def test_a_summary_of_nothing_is_json() -> None:
 
 
 def test_presence_is_progress(tmp_path: Path) -> None:
-    names = [SHARD, "00000-00001"]
-    assert pending_shards(str(tmp_path), names) == names
-    commit(tmp_path, [plan_row(0)])
-    assert pending_shards(str(tmp_path), names) == ["00000-00001"]
+    assert list_parts(str(tmp_path)) == {}
+    report = commit(tmp_path, [plan_row(0)])
+    assert list_parts(str(tmp_path)) == {SHARD: report.num_bytes}
     assert [p.name for p in (tmp_path / "data").iterdir()] == [f"part-{SHARD}.parquet"]
 
 
-def test_attempts_are_counted(tmp_path: Path) -> None:
-    tries = [next_attempt(str(tmp_path), shard) for shard in ("a", "a", "b", "a")]
-    assert tries == [1, 2, 1, 3]
+def test_failed_rows_lie_whole_among_the_errors(tmp_path: Path) -> None:
+    carried = {"topic": "t", "error": "the input's own"}
+    report = commit(tmp_path, [plan_row(0, carried=carried), refused(1, carried=carried)])
+    assert report.num_errors == 1
+    (row,) = pq.read_table(errors_uri(str(tmp_path), SHARD)).to_pylist()
+    assert (row["id"], row["prompt"], row["source"], row["row"]) == ("a1", "p1", "a.jsonl", 1)
+    assert (row["error_type"], row["sample_idx"]) == ("NoPrompt", 0)
+    assert row["error"] == "a.jsonl: line 1: no prompt"
+    assert (row["carried.topic"], row["carried.error"]) == ("t", "the input's own")
+    commit(tmp_path, [plan_row(0), plan_row(1)])  # Tried again, and well.
+    assert list((tmp_path / "errors").iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"no parquet", None])
+def test_a_damaged_part_is_named(tmp_path: Path, content: bytes | None) -> None:
+    commit(tmp_path, [plan_row(0)])
+    path = Path(part_uri(str(tmp_path), SHARD))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(DamagedPartError, match=f"{path}: is damaged"):
+        read_report(str(tmp_path), SHARD)
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(DamagedPartError, match="none of ours"):
+        read_report(str(tmp_path), SHARD)
+    path.unlink()
+    with pytest.raises(DamagedPartError, match="missing"):
+        read_report(str(tmp_path), SHARD)
 
 
 FAILING = ("fsync", "rename", "write")
@@ -373,9 +400,11 @@ def test_what_was_left_aside_is_no_part(tmp_path: Path) -> None:
     folder.mkdir()
     whole = to_parquet(pa.table({"a": [1]}))
     (folder / f".part-{SHARD}.parquet.0123.tmp").write_bytes(whole[: len(whole) // 2])
-    assert pending_shards(str(tmp_path), [SHARD]) == [SHARD]
+    assert list_parts(str(tmp_path)) == {}
     assert list(folder.glob("*.parquet")) == []
     commit(tmp_path, [plan_row(0)])
+    storage.remove_leftovers(str(folder))
+    assert [p.name for p in folder.iterdir()] == [f"part-{SHARD}.parquet"]
     assert read_part(tmp_path).num_rows == 1
 
 

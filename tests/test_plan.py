@@ -1,8 +1,8 @@
 """The plan: every row in exactly one shard, by fixed rules, and conflicts named early."""
 
 import gzip
+import hashlib
 import json
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.errors import InputError
-from pipeline.plan import Plan, assemble, group_sources, name_sources
+from pipeline.plan import Plan
 from pipeline.schema import PLAN_SCHEMA, schema_from_json, schema_to_json
-from pipeline.shards import Shard, SourceGroup, read_shard, write_shards
+from pipeline.shards import Shard, SourceGroup, read_shard
+from tests.outputs import make_plan, write_jsonl
 from workers.config import SamplingParams
 
 
@@ -27,34 +28,8 @@ def admission(tiny_checkpoint: Path) -> Admission:
     return Admission(tokenizer, SamplingParams(max_tokens=8), 40, len(tokenizer))
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return str(path)
-
-
 def prompts(count: int, **columns: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"p{i}", **columns} for i in range(count)]
-
-
-def make_plan(
-    admission: Admission,
-    uris: list[str],
-    output: Path,
-    limit: int | None = None,
-    rows_per_shard: int = 256,
-) -> Plan:
-    """What `pipeline.graph.write_plan` does, without Ray; groups in reverse, as actors may end."""
-    known = Plan.load(str(output))
-    sources = name_sources(uris, known.sources if known else ())
-    written: list[tuple[Shard, pa.Schema]] = []
-    for group in reversed(group_sources(sources, limit, known)):
-        group = SourceGroup.from_json(group.to_json())
-        written += write_shards(group, admission, str(output), rows_per_shard)
-    plan = assemble(written, str(output), sources, {"weights": "w"}, known)
-    plan.save(str(output))
-    return plan
 
 
 def all_rows(plan: Plan, output: Path) -> list[dict[str, Any]]:
@@ -129,7 +104,9 @@ def test_shards_describe_themselves(admission: Admission, tmp_path: Path) -> Non
     rows = [{"prompt": "abc"}, {"prompt": ""}, {"prompt": "x" * 50}, {"prompt": "x" * 30}]
     plan = make_plan(admission, [write_jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "out")
     # 3 + 30 tokens admitted; the longest: 30 + 8 of an answer.
-    assert plan.shards == (Shard("00000-00000", 4, 2, 33, 38),)
+    content = (tmp_path / "out" / "plan" / "shard-00000-00000.parquet").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    assert plan.shards == (Shard("00000-00000", 4, 2, 33, 38, len(content), sha256),)
     assert (plan.num_rows, plan.max_total_tokens) == (4, 38)
 
 

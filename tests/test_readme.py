@@ -44,7 +44,10 @@ def test_every_make_target_in_the_readme_exists() -> None:
     assert set(named) <= set(targets)
 
 
-def test_every_command_line_in_the_readme_is_understood() -> None:
+def test_every_command_line_in_the_readme_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Where no output is.
     found = commands()
     assert any(arguments[:1] == ["generate"] for arguments in found)
     for arguments in found:
@@ -57,6 +60,9 @@ def test_every_command_line_in_the_readme_is_understood() -> None:
             parse_quantize(arguments[1:])
         elif arguments[0] == "bench":
             parse_bench(arguments[1:])
+        elif arguments[0] in ("status", "verify", "retry", "merge"):
+            assert main(arguments) == 2
+            assert "no run has begun here" in capsys.readouterr().err
         else:
             assert arguments[0] == "demo", arguments
             needed = ["--model", "m", "--input", "i", "--output", "o"]

@@ -1,0 +1,39 @@
+"""`retry`: the rows of a run that failed, tried again; all others stay as they are."""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from jobs.folders import naming_output
+from jobs.generate import start
+from pipeline.errors import InputError
+from pipeline.inspection import read_state
+from pipeline.manifest import has_failed_rows
+
+
+def retry(arguments: Sequence[str]) -> int:
+    """Run the failed rows of an output; returns the exit code, as `generate` does.
+
+    Raises:
+        InputError: no run has been planned there.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs retry",
+        description="Try the rows of a run again that failed. Rows that could not run (bad JSON, too "
+        "long, ...) are not tried: their input must be mended.",
+    )
+    parser.add_argument("output", metavar="OUT", help="the run's output: a folder or a URI")
+    given = parser.parse_args(arguments)
+    started = time.monotonic()
+    with naming_output(given.output):
+        state = read_state(given.output)
+    plan = state.plan
+    if plan is None:
+        raise InputError(f"output {given.output}: is not planned yet")
+    if state.is_complete and not any(
+        has_failed_rows(report, plan.shard(name)) for name, report in state.done.items()
+    ):
+        print("no row to try again")
+        return 0
+    config = state.config.model_copy(update={"output": given.output})
+    return start(config, [uri for uri, _ in plan.sources], started, retry=True)

@@ -1,0 +1,74 @@
+"""`status`: how far a run has come, from its output folder alone."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jobs.folders import naming_output
+from pipeline.inspection import State, read_state
+
+
+def status(arguments: Sequence[str]) -> int:
+    """Print the state of a run; returns the exit code. Raises InputError if there is none."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs status", description="How far a run has come, from its output folder."
+    )
+    parser.add_argument("output", metavar="OUT", help="the run's output: a folder or a URI")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    given = parser.parse_args(arguments)
+    with naming_output(given.output):
+        state = read_state(given.output)
+    print(json.dumps(describe(state)) if given.json else format_state(given.output, state))
+    return 0
+
+
+def describe(state: State) -> dict[str, Any]:
+    """The state as JSON has it."""
+    plan, summary = state.plan, state.summary
+    return {
+        "planned": plan is not None,
+        "complete": state.is_complete,
+        "running": None if state.holder is None else str(state.holder),
+        "num_rows_planned": plan.num_rows if plan else None,
+        "num_shards_planned": len(plan.shards) if plan else None,
+        "damaged": list(state.damaged),
+        **summary.to_dict(),
+    }
+
+
+def format_state(output: str, state: State) -> str:
+    """The state in a few lines for people."""
+    done = state.summary
+    if state.plan is None:
+        progress = "not planned yet"
+    else:
+        share = done.num_rows / max(state.plan.num_rows, 1)
+        progress = f"{done.num_rows:,} of {state.plan.num_rows:,} done ({share:.1%})"
+    lines = {
+        "output": output,
+        "rows": progress,
+        "samples": f"{done.num_samples:,}, {done.num_errors:,} of them failed",
+        "tokens": f"{done.num_input_tokens:,} in, {done.num_generated_tokens:,} out",
+        "drafts": _format_drafts(state),
+        "run": _format_run(state),
+    }
+    if state.damaged:
+        lines["damaged"] = "; ".join(state.damaged)
+    return "\n".join(f"{key:>8}  {value}" for key, value in lines.items())
+
+
+def _format_drafts(state: State) -> str:
+    stats = state.summary.stats
+    length, rate = stats.mean_acceptance_length, stats.draft_acceptance_rate
+    if length is None or rate is None:
+        return "none drafted"
+    return f"{length:.2f} tokens per drafted step, {rate:.0%} of the drafted tokens accepted"
+
+
+def _format_run(state: State) -> str:
+    if state.holder is not None:
+        return f"in use by {state.holder}"
+    if state.is_complete:
+        return "complete"
+    return "not running; the command that began it goes on with it"

@@ -1,0 +1,81 @@
+"""Tries at shards, so that a row that kills its worker is found, and does not do so for ever.
+
+A row may take its process with it: a fault in a kernel, memory that runs out. What is under way is
+written down before it begins. After a death, the rows that were under way are tried again in groups, each
+by itself on its worker, and those of the group that dies one by one; the row that dies alone is it.
+Deaths are those of a run's workers: where the run itself was ended, nothing is held against its rows.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pipeline import storage
+
+_GROUP_ROWS = 16  # Enough to fill a batch, so that a careful try costs little time.
+
+
+@dataclass
+class Attempts:
+    """What is known of the tries at one shard; rows by their index in it.
+
+    Attributes:
+        number: of tries, this one included.
+        deaths: of workers, while the row was under way.
+        alone: rows that were under way alone when a worker died.
+        running: rows under way.
+    """
+
+    uri: str
+    run: str
+    number: int = 0
+    deaths: dict[int, int] = field(default_factory=dict)
+    alone: set[int] = field(default_factory=set)
+    running: list[int] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, output: str, shard: str, run: str, *, forgive: bool = False) -> "Attempts":
+        """Count a try at a shard by a run; with `forgive`, earlier deaths do not count."""
+        attempts = cls(storage.join(output, "attempts", f"{shard}.json"), run)
+        content = storage.read_bytes(attempts.uri)
+        if content is not None:
+            attempts._recall(json.loads(content), forgive=forgive)
+        attempts.number += 1
+        return attempts
+
+    def groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """The rows as they are to be tried: those that nothing is known against first, together."""
+        trusted = [row for row in rows if not self.deaths.get(row)]
+        suspects = [row for row in rows if self.deaths.get(row) == 1]
+        alone = [[row] for row in rows if self.deaths.get(row, 0) > 1]
+        few = [suspects[i : i + _GROUP_ROWS] for i in range(0, len(suspects), _GROUP_ROWS)]
+        return [*([trusted] if trusted else []), *few, *alone]
+
+    def condemned(self, rows: Iterable[int], max_attempts: int) -> list[int]:
+        """The rows not to be tried again."""
+        return [row for row in rows if row in self.alone and self.deaths[row] >= max_attempts]
+
+    def start(self, rows: Sequence[int]) -> None:
+        """Write down that these rows are under way, and no others."""
+        self.running = list(rows)
+        content = {
+            "attempt": self.number,
+            "run": self.run,
+            "running": self.running,
+            "deaths": sorted(self.deaths.items()),
+            "alone": sorted(self.alone),
+        }
+        storage.write_atomic(self.uri, json.dumps(content).encode())
+
+    def _recall(self, known: dict[str, object], *, forgive: bool) -> None:
+        self.number = int(str(known["attempt"]))
+        if forgive:
+            return
+        self.deaths = dict(known.get("deaths") or [])  # type: ignore[call-overload]
+        self.alone = set(known.get("alone") or [])  # type: ignore[call-overload]
+        running = list(known.get("running") or [])  # type: ignore[call-overload]
+        if known.get("run") == self.run:
+            for row in running:
+                self.deaths[row] = self.deaths.get(row, 0) + 1
+            if len(running) == 1:
+                self.alone.add(running[0])
