@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] not in _COMMANDS:
         print(f"error: unknown command {arguments[0]!r}\n\n{_USAGE}", file=sys.stderr)
         return 2
-    from pipeline.errors import InputError, InterruptedRunError
+    from pipeline.errors import InputError, InterruptedRunError, WorkerLostError
     from quant.errors import CheckpointError
 
     try:
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     except (InputError, CheckpointError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except WorkerLostError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except InterruptedRunError as error:
         print(error, file=sys.stderr)
         return 4

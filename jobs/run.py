@@ -67,7 +67,6 @@ def run(
     weights = _convert(config, model)
     plan = _make_plan(config, uris, model, weights)
     manifest = Manifest(config.output)
-    storage.remove_leftovers(storage.join(config.output, "data"))
     done, damaged = manifest.find_parts(shard.name for shard in plan.shards)
     for reason in damaged:
         say(f"{reason}; it is made again")
@@ -90,6 +89,7 @@ def run(
         )
         if total.num_samples >= _ENOUGH_SAMPLES and total.error_rate > config.max_error_rate:
             break
+    storage.remove_leftovers(storage.join(config.output, "data"))  # Of workers that died.
     manifest.save()
     made = weights.wait() if pending else {}
     run = _describe_run(config, weights, fresh, first_part_after) | describe_weights(made)

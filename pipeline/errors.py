@@ -11,6 +11,10 @@ class InterruptedRunError(Exception):
     """A run that ends before it is done and can be gone on with (exit code 4)."""
 
 
+class WorkerLostError(Exception):
+    """Workers died and were started again as often as they may be (exit code 1)."""
+
+
 class DamagedPartError(Exception):
     """A part that is there and is not whole; the message names it."""
 

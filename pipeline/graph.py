@@ -7,17 +7,20 @@ file.
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.exceptions import ActorDiedError
+from ray.util.annotations import RayDeprecationWarning
 
 from pipeline import failpoints
 from pipeline.admission import Admission
 from pipeline.config import RunConfig
-from pipeline.errors import InputError
+from pipeline.errors import InputError, WorkerLostError
 from pipeline.parts import PartReport
 from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.schema import schema_from_json
@@ -25,6 +28,8 @@ from pipeline.shard_worker import GenerateSettings, ShardWorker
 from pipeline.shards import Shard, SourceGroup, missing_shards, write_groups
 from quant.store import WeightsRef
 from workers.actor import worker_environment
+
+_LOGS = "/tmp/ray/session_latest/logs, on each node"
 
 
 def write_plan(
@@ -91,29 +96,42 @@ def run_shards(
     """Generate and commit shards on an actor pool; yields a report per committed shard.
 
     `weights` must stay alive until the iterator is exhausted.
+
+    Raises:
+        WorkerLostError: a worker's process died, and was started again as often as it may be.
     """
     _quiet()
     cluster, threads = config.cluster, settings.worker.num_threads
     dataset = ray.data.from_items(
         [{"shard": shard} for shard in shards], override_num_blocks=len(shards)
     )
-    committed = dataset.map_batches(
-        ShardWorker,
-        fn_constructor_args=([weights], settings),
-        batch_size=1,
-        compute=ActorPoolStrategy(
-            size=min(cluster.num_workers, len(shards)),
-            max_tasks_in_flight_per_actor=cluster.shards_per_worker,
-            max_concurrent_calls_per_actor=cluster.shards_per_worker,
-        ),
-        # Half a CPU is left to the conversion task, should its pieces have to be made again.
-        num_cpus=threads - 0.5,
-        num_gpus=1 if cluster.device == "cuda" else None,
-        runtime_env={"env_vars": worker_environment(threads) | _failpoint()},
-        max_restarts=cluster.max_restarts,
-    )
-    for row in _rows(committed):
-        yield PartReport.from_dict(row["report"])
+    with warnings.catch_warnings():
+        # Ray Data means to drop `max_restarts`, and has nothing yet in its place.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        committed = dataset.map_batches(
+            ShardWorker,
+            fn_constructor_args=([weights], settings),
+            batch_size=1,
+            compute=ActorPoolStrategy(
+                size=min(cluster.num_workers, len(shards)),
+                max_tasks_in_flight_per_actor=cluster.shards_per_worker,
+                max_concurrent_calls_per_actor=cluster.shards_per_worker,
+            ),
+            # Half a CPU is left to the conversion task, should its pieces have to be made again.
+            num_cpus=threads - 0.5,
+            num_gpus=1 if cluster.device == "cuda" else None,
+            runtime_env={"env_vars": worker_environment(threads) | _failpoint()},
+            max_restarts=cluster.max_restarts,
+        )
+    try:
+        for row in _rows(committed):
+            yield PartReport.from_dict(row["report"])
+    except ActorDiedError as error:
+        times = cluster.max_restarts + 1
+        raise WorkerLostError(
+            f"a worker's process died {times} times, more than --cluster.max_restarts allows; what it "
+            f"said last is in Ray's logs ({_LOGS}); what is done stays, and the same command goes on"
+        ) from error
 
 
 def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import storage
+from pipeline import failpoints, storage
 from pipeline.admission import Admission, AdmittedRow
 from pipeline.errors import InputError
 from pipeline.schema import plan_table, schema_to_json
@@ -85,6 +85,7 @@ def write_shards(
             table = plan_table(chunk, types)
             content = to_parquet(table)
             storage.write_atomic(shard_uri(output, shard), content)
+            failpoints.reach("plan-shard", shard)
             yield _describe(shard, chunk, content), table.schema
 
 

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from tests.runs import BASE, NUM_ROWS, Generate, write_prompts
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,3 +85,37 @@ def run_jobs(
         timeout=timeout,
         check=False,
     )
+
+
+@pytest.fixture(scope="session")
+def generate(ray_session: None) -> Iterator[Generate]:
+    """The command in this process, on the tests' own Ray instead of one that it starts."""
+    import jobs.generate
+    from jobs.__main__ import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.generate.ray, "init", lambda **_: None)
+        patch.setattr(jobs.generate.ray, "shutdown", lambda: None)
+        yield lambda *arguments: main(["generate", "--recipe", "rtn", *map(str, arguments)])
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("input") / "prompts.jsonl", NUM_ROWS)
+
+
+@pytest.fixture(scope="session")
+def flags(prompts: Path, tiny_checkpoint: Path) -> tuple[Any, ...]:
+    """What the run below and those compared with it have in common."""
+    return ("--model", tiny_checkpoint, "--input", prompts, *BASE, "--data.rows_per_shard", 8)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    generate: Generate, flags: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run that all others must equal: one worker, three rows at once, nothing drafted."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    given = ("--proposer", "none", "--max-num-seqs", 3, "--num-workers", 1)
+    assert generate(*flags, "--output", output, *given) == 0
+    return output
