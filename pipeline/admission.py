@@ -22,7 +22,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass
 class AdmittedRow:
-    """A row of the plan. Exactly one of `prompt_token_ids` and `error` is set."""
+    """A row of the plan. Exactly one of `prompt_token_ids` and `error` is set.
+
+    `raw` is what stands in the file where that is no row at all.
+    """
 
     source: str
     row: int
@@ -33,6 +36,7 @@ class AdmittedRow:
     sampling_params: str | None = None
     error_type: str | None = None
     error: str | None = None
+    raw: str | None = None
     carried: dict[str, Any] = field(default_factory=dict)
     max_total_tokens: int = 0
 
@@ -82,7 +86,8 @@ class Admission:
 
     def admit(self, raw: RawRow, source: str) -> AdmittedRow:
         """Never raises for a row's sake: a row that cannot run says why."""
-        admitted = AdmittedRow(source=source, row=raw.row, id=f"{source}:{raw.row}")
+        row_id = f"{source}:{raw.row}"
+        admitted = AdmittedRow(source=source, row=raw.row, id=row_id, raw=raw.text)
         try:
             self._fill_(admitted, raw)
         except Refusal as refusal:

@@ -18,6 +18,7 @@ from pipeline import storage
 from pipeline.errors import InputError
 
 # What a damaged file, packed or not, is answered with.
+_TEXT_BYTES = 2**16
 _DAMAGED = (OSError, EOFError, zlib.error, ZstdError)
 
 
@@ -26,13 +27,14 @@ class RawRow:
     """A row as its file has it: the columns, or the reason why it has none.
 
     `row` counts from 1: the line of a text file (the first one of a row that takes several), the row of
-    another; `where` says so.
+    another; `where` says so. `text` is what stands there if it is no row (its beginning, if it is long).
     """
 
     row: int
     where: str
     columns: dict[str, Any] | None
     error: str | None = None
+    text: str | None = None
 
 
 def read_jsonl(uri: str) -> Iterator[RawRow]:
@@ -51,7 +53,7 @@ def read_text(uri: str) -> Iterator[RawRow]:
         try:
             yield RawRow(number, where, {"prompt": line.rstrip(b"\r\n").decode()})
         except UnicodeDecodeError as error:
-            yield _not_utf8(number, where, error)
+            yield _bad_row(number, where, _not_utf8(error), line)
 
 
 def read_csv(uri: str, delimiter: str) -> Iterator[RawRow]:
@@ -73,7 +75,7 @@ def read_csv(uri: str, delimiter: str) -> Iterator[RawRow]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield RawRow(number, where, None, f"{where}: bad CSV ({error})")
+            yield _bad_row(number, where, f"bad CSV ({error})", b"")
             before = reader.line_num
             continue
         before = reader.line_num
@@ -165,23 +167,27 @@ def _parse_line(line: bytes, row: int, where: str) -> RawRow:
     try:
         columns = json.loads(line.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        return _not_utf8(row, where, error)
+        return _bad_row(row, where, _not_utf8(error), line)
     except json.JSONDecodeError as error:  # Of one line; its own line number would confuse.
-        reason = f"{error.msg} at column {error.colno}"
-        return RawRow(row, where, None, f"{where}: bad JSON ({reason})")
+        return _bad_row(row, where, f"bad JSON ({error.msg} at column {error.colno})", line)
     except ValueError as error:
-        return RawRow(row, where, None, f"{where}: bad JSON ({error})")
+        return _bad_row(row, where, f"bad JSON ({error})", line)
     except RecursionError:
-        return RawRow(row, where, None, f"{where}: bad JSON (nested too deeply)")
+        return _bad_row(row, where, "bad JSON (nested too deeply)", line)
     if not isinstance(columns, dict):
-        return RawRow(row, where, None, f"{where}: not a JSON object")
+        return _bad_row(row, where, "not a JSON object", line)
     if rb"\ud" in line.lower() and _has_lone_surrogate(columns):
-        return RawRow(row, where, None, f"{where}: not Unicode (a lone surrogate, \\udXXX)")
+        return _bad_row(row, where, "not Unicode (a lone surrogate, \\udXXX)", line)
     return RawRow(row, where, columns)
 
 
-def _not_utf8(row: int, where: str, error: UnicodeDecodeError) -> RawRow:
-    return RawRow(row, where, None, f"{where}: not UTF-8 ({error.reason} at byte {error.start})")
+def _bad_row(row: int, where: str, reason: str, line: bytes) -> RawRow:
+    text = line[:_TEXT_BYTES].rstrip(b"\r\n").decode(errors="replace")
+    return RawRow(row, where, None, f"{where}: {reason}", text)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 ({error.reason} at byte {error.start})"
 
 
 def _has_lone_surrogate(columns: dict[str, Any]) -> bool:
@@ -204,13 +210,14 @@ def _check_header(names: list[str], uri: str) -> list[str]:
 
 
 def _csv_row(fields: list[str], names: list[str], row: int, where: str) -> RawRow:
+    line = ",".join(fields).encode(errors="surrogateescape")
     if len(fields) != len(names):
         reason = f"bad CSV ({len(fields)} fields, the header has {len(names)})"
-        return RawRow(row, where, None, f"{where}: {reason}")
+        return _bad_row(row, where, reason, line)
     try:
-        "".join(fields).encode()
-    except UnicodeEncodeError:
-        return RawRow(row, where, None, f"{where}: not UTF-8")
+        line.decode()
+    except UnicodeDecodeError:
+        return _bad_row(row, where, "not UTF-8", line)
     return RawRow(row, where, {k: v or None for k, v in zip(names, fields, strict=True)})
 
 

@@ -34,6 +34,7 @@ PLAN_SCHEMA = pa.schema(
         ("sampling_params", pa.string()),
         ("error_type", pa.string()),
         ("error", pa.string()),
+        ("raw", pa.string()),
     ]
 )
 

@@ -67,6 +67,7 @@ class TestText:
         assert [good.columns, last.columns] == [{"prompt": "a"}, {"prompt": "c"}]
         assert bad.columns is None
         assert bad.error == f"{tmp_path}/a.txt: line 2: not UTF-8 (invalid start byte at byte 1)"
+        assert bad.text == "b\ufffd"
 
 
 class TestCsv:
@@ -98,6 +99,8 @@ class TestCsv:
         assert bad.columns is None
         assert bad.row == 3
         assert f"{tmp_path}/a.csv: line 3: {reason}" in str(bad.error)
+        if b'"' not in line:
+            assert bad.text == line.decode(errors="replace")
 
     def test_a_quote_that_never_ends_is_a_bad_row(self, tmp_path: Path) -> None:
         good, bad = rows_of(tmp_path / "a.csv", b'prompt\na\n"b\nc\nd\n')
