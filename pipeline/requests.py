@@ -18,12 +18,13 @@ def build_requests(row: dict[str, Any], defaults: SamplingParams, run_seed: int)
 
 def num_samples(row: dict[str, Any], defaults: SamplingParams) -> int:
     """How many samples an admitted plan row asks for."""
-    return _merge(row, defaults).n if row["sampling_params"] else defaults.n
+    return _merge(row, defaults).n
 
 
 def _merge(row: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-    own = json.loads(row["sampling_params"] or "{}")
-    merged = json.dumps(defaults.model_dump(mode="json") | own)
+    if not row["sampling_params"]:
+        return defaults
+    merged = json.dumps(defaults.model_dump(mode="json") | json.loads(row["sampling_params"]))
     return SamplingParams.model_validate_json(merged)
 
 
