@@ -4,11 +4,12 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-_COMMANDS = ("generate", "status", "verify", "retry", "merge", "quantize", "bench", "demo")
+_COMMANDS = ("generate", "plan", "status", "verify", "retry", "merge", "quantize", "bench", "demo")
 _USAGE = """usage: python -m jobs COMMAND [options]
 
 commands:
   generate   generate a data set: prompts in, answers with acceptance statistics out
+  plan       the first phase of generate by itself: what there is to do, what it takes
   status     how far a run has come, from its output folder alone
   verify     check every file of an output; generate some rows again and compare
   retry      try the rows of a run again that failed

@@ -48,6 +48,7 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "data.prompt_template": "prompt-template",
     "data.system_prompt": "system-prompt",
     "data.chat": "chat",
+    "data.too_long": "too-long",
 }
 _LISTS = {"input", "evaluate", "precisions", "drafts", "batch_sizes", "temperatures"}
 

@@ -46,7 +46,7 @@ def generate(arguments: Sequence[str]) -> int:
         check_source(config.quant.calibration)
     _tell_ignored(sources.ignored)
     with naming_output(config.output):
-        _check_output(config)
+        check_output(config)
     return start(config, sources.uris, started)
 
 
@@ -60,7 +60,7 @@ def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool
         aside = stack.enter_context(ThreadPoolExecutor(1))
         opening = aside.submit(_open_model, folder, config.quant)
         _end_soon_on_sigterm()
-        _start_ray()
+        start_ray()
         _end_soon_on_sigterm()  # Ray has a handler of its own.
         _check_devices(config)
         model = opening.result()
@@ -90,7 +90,7 @@ def _tell_ignored(files: Sequence[str]) -> None:
         say(f"not read, as their format is none of ours: {files[0]}{others}")
 
 
-def _check_output(config: RunConfig) -> None:
+def check_output(config: RunConfig) -> None:
     """Refuse a foreign or differing output folder, and a relative one inside a Ray job."""
     output = config.output
     in_ray_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
@@ -147,7 +147,7 @@ def _check_devices(config: RunConfig) -> None:
             )
 
 
-def _start_ray() -> None:
+def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)

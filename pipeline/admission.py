@@ -24,7 +24,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class AdmittedRow:
     """A row of the plan. Exactly one of `prompt_token_ids` and `error` is set.
 
-    `raw` is what stands in the file where that is no row at all.
+    `raw` is what stands in the file where that is no row at all, `num_truncated_tokens` how many tokens
+    were cut from the prompt.
     """
 
     source: str
@@ -37,6 +38,7 @@ class AdmittedRow:
     error_type: str | None = None
     error: str | None = None
     raw: str | None = None
+    num_truncated_tokens: int = 0
     carried: dict[str, Any] = field(default_factory=dict)
     max_total_tokens: int = 0
 
@@ -77,7 +79,8 @@ class Admission:
     ) -> None:
         """Keep the run's parameters; raises InputError if they do not fit the model."""
         self._tokenizer = tokenizer
-        self._template = PromptTemplate(data or DataConfig())
+        data = data or DataConfig()
+        self._template, self._too_long = PromptTemplate(data), data.too_long
         self._defaults = defaults.model_dump(mode="json")
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -123,6 +126,9 @@ class Admission:
         if messages is not None:
             admitted.messages = _check_messages(messages)
         tokens = self._tokenize(admitted, columns)
+        whole = len(tokens)
+        tokens = self._truncate(tokens, params[1].max_tokens)
+        admitted.num_truncated_tokens = whole - len(tokens)
         if len(tokens) >= self._max_model_len:
             raise Refusal(
                 "PromptTooLong",
@@ -131,6 +137,13 @@ class Admission:
             )
         admitted.prompt_token_ids = tokens
         admitted.max_total_tokens = min(len(tokens) + params[1].max_tokens, self._max_model_len)
+
+    def _truncate(self, tokens: list[int], max_tokens: int) -> list[int]:
+        """The prompt as the configuration wants it, if it and its answer are too long together."""
+        room = max(self._max_model_len - max_tokens, self._max_model_len // 2)
+        if self._too_long == "refuse" or len(tokens) <= room:
+            return tokens
+        return tokens[-room:] if self._too_long == "truncate-left" else tokens[:room]
 
     def _read_params(self, given: Any) -> tuple[dict[str, Any], SamplingParams]:
         """The row's own parameters, and those merged over the run's."""

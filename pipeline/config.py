@@ -12,6 +12,7 @@ from quant.config import Precision, QuantConfig
 from workers.config import Device, EngineConfig, SamplingParams
 
 Resume = Literal["never", "always", "if-possible"]
+TooLong = Literal["refuse", "truncate-left", "truncate-right"]
 
 
 class DataConfig(BaseModel):
@@ -35,6 +36,11 @@ class DataConfig(BaseModel):
         None,
         min_length=1,
         description="System message of rows that have none; prompts become chats with it.",
+    )
+    too_long: TooLong = Field(
+        "refuse",
+        description="Prompts that leave no room for an answer: refused; or cut, so that max_tokens fit "
+        "(or half of max_model_len), at the beginning or at the end.",
     )
     rows_per_shard: int = Field(
         256,

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -48,7 +49,11 @@ def write_plan(
         known = _mend(known, config, admission)
     sources = name_sources(uris, known.sources if known else ())
     groups = group_sources(sources, config.data.limit, known)
+    origin = (known.origin if known else {}) | origin
     if known is not None and not groups:
+        if known.origin != origin:
+            known = replace(known, origin=origin)
+            known.save(config.output)
         return known
     plan = assemble(_write_shards(groups, config, admission), config.output, sources, origin, known)
     plan.save(config.output)

@@ -54,12 +54,14 @@ class Plan:
         return {shard.name: shard for shard in self.shards}
 
     def check_origin(self, origin: dict[str, str]) -> None:
-        """Raise InputError, naming what differs, if the plan was made for something else."""
-        keys = sorted({*origin, *self.origin})
+        """Raise InputError, naming what differs, if the plan was made for something else.
+
+        What only one of the two knows is no difference: `jobs plan` needs no weights.
+        """
         differing = [
-            f"{key} was {self.origin.get(key)}, is {origin.get(key)}"
-            for key in keys
-            if self.origin.get(key) != origin.get(key)
+            f"{key} was {self.origin[key]}, is {origin[key]}"
+            for key in sorted(origin.keys() & self.origin.keys())
+            if self.origin[key] != origin[key]
         ]
         if differing:
             raise InputError(

@@ -10,7 +10,7 @@ from workers.request import Request
 
 def build_requests(row: dict[str, Any], defaults: SamplingParams, run_seed: int) -> list[Request]:
     """The n requests of an admitted plan row."""
-    params = _merge(row, defaults)
+    params = merge_params(row, defaults)
     seed = params.seed if params.seed is not None else derive_seed(run_seed, row["id"])
     prompt = tuple(row["prompt_token_ids"])
     return [Request(row["id"], prompt, params, seed, sample_idx) for sample_idx in range(params.n)]
@@ -18,10 +18,11 @@ def build_requests(row: dict[str, Any], defaults: SamplingParams, run_seed: int)
 
 def num_samples(row: dict[str, Any], defaults: SamplingParams) -> int:
     """How many samples an admitted plan row asks for."""
-    return _merge(row, defaults).n
+    return merge_params(row, defaults).n
 
 
-def _merge(row: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+def merge_params(row: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """The run's parameters with the plan row's own over them."""
     if not row["sampling_params"]:
         return defaults
     merged = json.dumps(defaults.model_dump(mode="json") | json.loads(row["sampling_params"]))

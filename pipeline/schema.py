@@ -35,6 +35,7 @@ PLAN_SCHEMA = pa.schema(
         ("error_type", pa.string()),
         ("error", pa.string()),
         ("raw", pa.string()),
+        pa.field("num_truncated_tokens", pa.int32(), nullable=False),
     ]
 )
 

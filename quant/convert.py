@@ -43,9 +43,9 @@ def num_pieces(checkpoint: Checkpoint) -> int:
     return checkpoint.architecture.num_layers + 1
 
 
-def num_bytes(checkpoint: Checkpoint, config: QuantConfig) -> int:
+def num_bytes(architecture: Architecture, config: QuantConfig) -> int:
     """About how many bytes the pieces take together, known before anything is read."""
-    shapes = tensor_shapes(checkpoint.architecture)
+    shapes = tensor_shapes(architecture)
     wide = _FLOAT_DTYPES[config.precision].itemsize
     w8a8 = config.precision == "w8a8"
     of_outer = {EMBEDDINGS: config.embeddings, HEAD: config.head}
@@ -53,7 +53,7 @@ def num_bytes(checkpoint: Checkpoint, config: QuantConfig) -> int:
     for name, shape in shapes.items():
         is_int8 = w8a8 and len(shape) == 2 and of_outer.get(name, "int8") == "int8"
         total += math.prod(shape) * (1 if is_int8 else wide)
-    if checkpoint.architecture.tied_head and w8a8 and "int8" in of_outer.values():
+    if architecture.tied_head and w8a8 and "int8" in of_outer.values():
         total += math.prod(shapes[EMBEDDINGS]) * (1 if config.head == "int8" else wide)
     return total
 

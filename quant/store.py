@@ -24,7 +24,7 @@ from quant.node_copy import node_copy
 from quant.prepare import prepared, recipe_digest, report_of, weights_digest
 
 Placement = Literal["object_store", "file"]
-_STORE_SHARE = 0.9
+STORE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def convert_to_store(
         CheckpointError: some node's object store cannot hold the weights.
     """
     if placement == "object_store":
-        _check_stores(num_bytes(checkpoint, config))
+        _check_stores(num_bytes(checkpoint.architecture, config))
     recipe = recipe_digest(checkpoint, config, texts)
     task = _convert_task.options(num_returns=num_pieces(checkpoint) + 1, name="convert")
     refs = cast("list[ray.ObjectRef[Any]]", task.remote(checkpoint, config, texts, recipe))
@@ -93,7 +93,7 @@ def _check_stores(needed: int) -> None:
     """Every node may get a worker, and its store must hold the weights beside what passes through."""
     for node in ray.nodes():
         size = int(node["Resources"].get("object_store_memory", 0))
-        if node["Alive"] and needed > _STORE_SHARE * size:
+        if node["Alive"] and needed > STORE_SHARE * size:
             raise CheckpointError(
                 f"the weights take {needed / 2**30:.2f} GiB, and the object store of node "
                 f"{node['NodeManagerHostname']} holds {size / 2**30:.2f} GiB: start Ray with a larger "

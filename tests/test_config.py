@@ -103,6 +103,7 @@ _OTHER = {
     "data.prompt_column": "question",
     "data.prompt_template": "Q: {{ prompt }}",
     "data.chat": True,
+    "data.too_long": "truncate-left",
     "data.system_prompt": "Be brief.",
     "data.rows_per_shard": 32,
     "cluster.num_workers": 2,

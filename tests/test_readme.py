@@ -54,7 +54,7 @@ def test_every_command_line_in_the_readme_is_understood(
         if arguments[-1] in ("--help", "-h"):
             with pytest.raises(SystemExit) if len(arguments) > 1 else _nothing():
                 assert main(arguments) == 0
-        elif arguments[0] == "generate":
+        elif arguments[0] in ("generate", "plan"):
             parse_run(arguments[1:])
         elif arguments[0] == "quantize":
             parse_quantize(arguments[1:])

@@ -101,12 +101,11 @@ def cached_step_times(
     model: TargetModel, max_len: int, weights_digest: str, num_threads: int
 ) -> StepTimes:
     """The step times of this machine, model and number of threads: from the cache, else measured."""
-    path = _path(model.backend.device, weights_digest, num_threads)
-    try:
-        known = json.loads(path.read_text())
-        return StepTimes(tuple(known["num_tokens"]), tuple(known["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):  # Not there yet, or damaged.
-        times = measure_step_times(model, max_len)
+    device = model.backend.device
+    if (known := read_step_times(device, weights_digest, num_threads)) is not None:
+        return known
+    times = measure_step_times(model, max_len)
+    path = _path(device, weights_digest, num_threads)
     partial = path.with_suffix(f".{time.monotonic_ns()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +114,17 @@ def cached_step_times(
     except OSError as error:
         _LOGGER.warning("the step times cannot be kept (%s): every start measures them", error)
     return times
+
+
+def read_step_times(
+    device: torch.device, weights_digest: str, num_threads: int
+) -> StepTimes | None:
+    """The step times in the cache; None if they are not there, or damaged."""
+    try:
+        known = json.loads(_path(device, weights_digest, num_threads).read_text())
+        return StepTimes(tuple(known["num_tokens"]), tuple(known["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _path(device: torch.device, weights_digest: str, num_threads: int) -> Path:

@@ -1,0 +1,141 @@
+"""`plan`: the first phase of `generate` by itself, and what it found; no device, no weights."""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from jobs.cli import parse_run
+from jobs.folders import naming_output
+from jobs.generate import check_output, start_ray
+from pipeline import storage
+from pipeline.admission import Admission, load_tokenizer, tokenizer_digest
+from pipeline.calibration import read_calibration
+from pipeline.config import RunConfig
+from pipeline.graph import write_plan
+from pipeline.lease import Lease
+from pipeline.plan import Plan
+from pipeline.plan_report import PlanReport, estimate_seconds, report_plan
+from pipeline.sources import find_sources
+from quant.architecture import Architecture, read_architecture
+from quant.checkpoint import open_checkpoint
+from quant.convert import num_bytes
+from quant.errors import CheckpointError
+from quant.hub import find_checkpoint
+from quant.prepare import recipe_digest, weights_digest
+from quant.store import STORE_SHARE
+from workers.step_times import read_step_times
+
+_BAR = 40
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Plan a run, and print what there is to do; returns the exit code. The flags are `generate`'s.
+
+    Raises:
+        InputError, CheckpointError: bad input.
+    """
+    config = parse_run(arguments)
+    started = time.monotonic()
+    sources = find_sources(config.input)
+    with naming_output(config.output):
+        check_output(config)
+    folder = find_checkpoint(config.model).resolve()
+    architecture, tokenizer = read_architecture(folder), load_tokenizer(folder)
+    limit = config.engine.max_model_len or architecture.max_position_embeddings
+    admission = Admission(tokenizer, config.sampling, limit, architecture.vocab_size, config.data)
+    with ExitStack() as stack:
+        with naming_output(config.output):
+            stack.enter_context(Lease(config.output))
+        stack.callback(ray.shutdown)
+        start_ray()
+        with naming_output(config.output):
+            resolved = config.to_yaml().encode()
+            storage.write_atomic(storage.join(config.output, "config.yaml"), resolved)
+        origin = {"tokenizer": tokenizer_digest(tokenizer)}
+        made = write_plan(config, sources.uris, admission, origin)
+        stores = {
+            node["NodeManagerHostname"]: int(node["Resources"].get("object_store_memory", 0))
+            for node in ray.nodes()
+            if node["Alive"]
+        }
+    report = report_plan(made, config.output, config.sampling, limit)
+    print(format_report(config, made, report, tokenizer))
+    print(f" weights  {format_weights(config, architecture, stores)}")
+    print(f"   speed  {format_estimate(config, report, folder, tokenizer)}")
+    print(f"  output  {config.output}, planned in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def format_report(config: RunConfig, plan: Plan, report: PlanReport, tokenizer: Any) -> str:
+    """The rows in a few lines, a histogram of their lengths, and the first prompt."""
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in report.refusals.most_common())
+    refused = f"{report.refusals.total():,}" + (f" ({kinds})" if kinds else "")
+    lines = {
+        "rows": f"{report.num_rows:,} of {len(plan.sources)} sources, in {len(plan.shards):,} shards",
+        "refused": refused,
+        "cut": f"{report.num_truncated:,} prompts (--too-long {config.data.too_long})",
+        "repeated": f"{report.num_duplicates:,} rows have the prompt of an earlier one",
+        "samples": f"{report.num_samples:,}",
+        "tokens": f"{report.num_input_tokens:,} in, at most {report.max_output_tokens:,} out",
+    }
+    if report.first_refusal:
+        lines["refused"] += f"; the first: {report.first_refusal}"
+    text = "\n".join(f"{key:>8}  {value}" for key, value in lines.items())
+    if len(report.lengths):
+        text += "\n lengths  of prompts, in tokens\n" + format_histogram(report.lengths)
+        text += f"\n   first  {tokenizer.decode(report.first_prompt)!r}"
+    return text
+
+
+def format_histogram(lengths: np.ndarray) -> str:
+    """How many lengths lie between powers of two, as bars."""
+    edges = 2 ** np.arange(int(lengths.max()).bit_length() + 1)
+    counts, _ = np.histogram(lengths, bins=edges)
+    lines = []
+    for low, high, count in zip(edges, edges[1:], counts, strict=False):
+        if count:
+            bar = "█" * max(1, round(_BAR * count / counts.max()))
+            lines.append(f"{f'{low} to {high - 1}':>20}  {bar} {count:,}")
+    return "\n".join(lines)
+
+
+def format_weights(config: RunConfig, architecture: Architecture, stores: dict[str, int]) -> str:
+    """What the weights take on each node, against its object store."""
+    needed = num_bytes(architecture, config.quant)
+    nodes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(stores.items()))
+    verdict = "" if config.cluster.weights == "file" else f"; object stores: {nodes}"
+    if verdict and any(needed > STORE_SHARE * size for size in stores.values()):
+        verdict += (
+            ": too small (start Ray with a larger --object-store-memory, or --cluster.weights file)"
+        )
+    return f"{needed / 2**30:.2f} GiB on each node{verdict}"
+
+
+def format_estimate(config: RunConfig, report: PlanReport, folder: Path, tokenizer: Any) -> str:
+    """How long it may take at most, from step times that an earlier run left on this machine."""
+    unknown = "not known: no run has measured this model's step times on this machine yet"
+    try:
+        checkpoint = open_checkpoint(folder)
+    except CheckpointError:
+        return unknown
+    texts = [] if checkpoint.is_quantized else read_calibration(config.quant, tokenizer)
+    digest = weights_digest(config.quant, recipe_digest(checkpoint, config.quant, texts))
+    cores = os.cpu_count() or 1
+    threads = config.cluster.num_cpus_per_worker or max(1, cores // config.cluster.num_workers)
+    times = read_step_times(torch.device(config.cluster.device), digest, threads)
+    if times is None:
+        return unknown
+    workers = config.cluster.num_workers
+    seconds = estimate_seconds(report, times, config.engine.max_num_seqs, workers)
+    return (
+        f"about {timedelta(seconds=round(seconds))} with {workers} of this machine's workers, if every "
+        "answer is as long as it may be and no draft is accepted (an estimate)"
+    )
