@@ -424,7 +424,7 @@ def test_prompts_too_long_to_measure_on_are_refused_first(
         (["--calibration", "none.jsonl", "--recipe", "rtn"], ["none.jsonl", "no such file"]),
         (["--calibration", "bad.jsonl"], ["bad.jsonl: line 2", "bad JSON"]),
         (["--evaluate", "texts.jsonl", "none.jsonl"], ["none.jsonl", "no such file"]),
-        (["--evaluate", "texts.txt"], ["texts.txt", "format"]),
+        (["--evaluate", "texts.docx"], ["texts.docx", "format"]),
     ],
 )
 def test_files_that_cannot_be_used(
