@@ -21,7 +21,7 @@ from ray.util.annotations import RayDeprecationWarning
 from pipeline import failpoints
 from pipeline.admission import Admission
 from pipeline.config import RunConfig
-from pipeline.errors import InputError, WorkerLostError
+from pipeline.errors import InputError, InterruptedRunError, WorkerLostError
 from pipeline.parts import PartReport
 from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.schema import schema_from_json
@@ -103,6 +103,7 @@ def run_shards(
     `weights` must stay alive until the iterator is exhausted.
 
     Raises:
+        InterruptedRunError: the output cannot be read or written any more.
         WorkerLostError: a worker's process died, and was started again as often as it may be.
     """
     _quiet()
@@ -130,7 +131,12 @@ def run_shards(
         )
     try:
         for row in _rows(committed):
-            yield PartReport.from_dict(row["report"])
+            if row["error"]:
+                raise InterruptedRunError(
+                    f"output {config.output}: cannot be used ({row['error']}); what is done stays, and "
+                    "the same command goes on once that is mended"
+                )
+            yield PartReport.from_dict(json.loads(row["report"]))
     except ActorDiedError as error:
         times = cluster.max_restarts + 1
         raise WorkerLostError(

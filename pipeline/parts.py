@@ -91,9 +91,7 @@ def commit_part(
     )
     content = to_parquet(table.replace_schema_metadata(metadata))
     _write_errors(output, shard, table, [index for index, _ in rows], plan)
-    with storage.open_write(part_uri(output, shard)) as file:
-        file.write(content)
-        failpoints.reach("part-aside", shard)
+    storage.write_atomic(part_uri(output, shard), content)
     failpoints.reach("part-placed", shard)
     return report_of(shard, table, content)
 

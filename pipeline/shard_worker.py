@@ -1,6 +1,7 @@
 """A stateful worker: one engine, several shards at once, parts committed as they finish."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -79,10 +80,17 @@ class ShardWorker:
         self._floor = _Floor()
 
     async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, list[Any]]]:
-        """Yield a report for each shard named in the column `shard`, once its part is in place."""
+        """Yield a report (JSON) for each shard named in the column `shard`, once its part is in place.
+
+        Storage that fails for good is a value, `error`, as Ray would bury its exception.
+        """
         for shard in batch["shard"]:
-            report = await self._run_shard(str(shard))
-            yield {"report": [asdict(report)]}
+            try:
+                report = await self._run_shard(str(shard))
+            except OSError as error:
+                yield {"report": [""], "error": [str(error)]}
+            else:
+                yield {"report": [json.dumps(asdict(report))], "error": [""]}
 
     async def _run_shard(self, shard: str) -> PartReport:
         """Answer every row of a shard and commit its part."""

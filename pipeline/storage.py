@@ -15,6 +15,9 @@ import smart_open
 from fsspec.utils import glob_translate
 from pyarrow import fs
 
+from pipeline import failpoints
+from pipeline.persistence import as_os_error, is_missing, persist
+
 PACKED = (".gz", ".zst")  # Unpacked while being read.
 
 
@@ -67,7 +70,7 @@ def is_folder(uri: str) -> bool:
         files, path = fs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid:  # A web server, for one.
         return False
-    with _as_os_error():
+    with as_os_error():
         return bool(files.get_file_info(path).type == fs.FileType.Directory)
 
 
@@ -79,12 +82,16 @@ def list_files(folder: str) -> dict[str, int]:
     Raises:
         OSError: the storage cannot be listed.
     """
+    return persist(lambda: _list_files(folder))
+
+
+def _list_files(folder: str) -> dict[str, int]:
     if is_local(folder):
         path = local_path(folder)
         found = {str(file): file.stat().st_size for file in path.rglob("*") if file.is_file()}
         below = len(str(path))
     else:
-        with _as_os_error():
+        with as_os_error():
             files, path = fs.FileSystem.from_uri(folder)
             selector = fs.FileSelector(path, recursive=True, allow_not_found=True)
             infos = files.get_file_info(selector)
@@ -102,12 +109,14 @@ def open_read(uri: str) -> IO[bytes]:
 
 def read_bytes(uri: str) -> bytes | None:
     """The whole content, or None if there is nothing at the location."""
-    try:
-        with _as_os_error(), _open(uri, "rb") as file:
+
+    def read() -> bytes:
+        with as_os_error(), _open(uri, "rb") as file:
             content: bytes = file.read()
             return content
-    except FileNotFoundError:
-        return None
+
+    try:
+        return persist(read)
     except OSError as error:
         if is_missing(error):
             return None
@@ -119,7 +128,7 @@ def exists(uri: str) -> bool:
     if is_local(uri):
         return local_path(uri).is_file()
     try:
-        with _as_os_error(), _open(uri, "rb") as file:
+        with as_os_error(), _open(uri, "rb") as file:
             file.read(1)
     except OSError as error:
         if is_missing(error):
@@ -128,18 +137,14 @@ def exists(uri: str) -> bool:
     return True
 
 
-def is_missing(error: OSError) -> bool:
-    """Whether an error says that there is no such object."""
-    if isinstance(error, FileNotFoundError):
-        return True
-    text = str(error)
-    return any(sign in text for sign in ("NoSuchKey", "404", "Not Found", "does not exist"))
-
-
 def write_atomic(uri: str, content: bytes) -> None:
     """Put a file in place in one step: whole or not at all, to every reader."""
-    with open_write(uri) as file:
-        file.write(content)
+
+    def write() -> None:
+        with open_write(uri) as file:
+            file.write(content)
+
+    persist(write)
 
 
 @contextmanager
@@ -150,7 +155,7 @@ def open_write(uri: str) -> Iterator[IO[bytes]]:
     several pieces. Raises OSError.
     """
     if not is_local(uri):
-        with _as_os_error(), _open(uri, "wb") as file:
+        with as_os_error(), _open(uri, "wb") as file:
             yield file
         return
     path = local_path(uri)
@@ -161,6 +166,7 @@ def open_write(uri: str) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        failpoints.reach("aside", path.name)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -183,7 +189,7 @@ def remove(uri: str) -> None:
     if is_local(uri):
         local_path(uri).unlink(missing_ok=True)
         return
-    with _as_os_error():
+    with as_os_error():
         files, path = fs.FileSystem.from_uri(uri)
         if files.get_file_info(path).type != fs.FileType.NotFound:
             files.delete_file(path)
@@ -195,7 +201,7 @@ def move(uri: str, to: str) -> None:
         local_path(to).parent.mkdir(parents=True, exist_ok=True)
         local_path(uri).replace(local_path(to))
         return
-    with _as_os_error():
+    with as_os_error():
         files, path = fs.FileSystem.from_uri(uri)
         files.move(path, fs.FileSystem.from_uri(to)[1])
 
@@ -233,17 +239,6 @@ def is_empty_folder(uri: str, but: Sequence[str] = ()) -> bool:
         path = local_path(uri)
         return not path.exists() or all(entry.name in but for entry in path.iterdir())
     return all(name.rpartition("/")[2] in but for name in list_files(uri))
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Every client library has errors of its own; callers know one kind."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _pack(path: Path, suffix: str) -> Any:

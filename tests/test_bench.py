@@ -216,7 +216,9 @@ def test_a_whole_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
     by_drafts = {record["arm"]["drafts"]: record["stats"] for record in made["runs"]}
     assert by_drafts["ngram:3"]["num_draft_tokens"] > 0
     assert {row["pass"] for row in made["roofline"]} >= {"decode, 16 rows", "prefill, 1000 tokens"}
-    assert made["samples"]["ratio"] > 0  # How much it is, the benchmark tells; a busy machine may not.
+    assert (
+        made["samples"]["ratio"] > 0
+    )  # How much it is, the benchmark tells; a busy machine may not.
     assert set(made["step_times"]) == {"bf16", "w8a8"}
     table = (tmp_path / "out" / "bench.md").read_text(encoding="utf-8")
     assert table.strip() in result.stdout

@@ -80,7 +80,7 @@ def test_a_driver_that_dies(
     [
         (1, "worker-start*2"),
         (1, "row=r21*1"),
-        (1, "part-aside*1"),
+        (1, "aside=part-00000-00003.parquet*1"),
         (2, "row=r0*1"),
         (2, "row=r63*2"),
         (2, "part-placed*2"),
@@ -168,6 +168,25 @@ def test_sigterm_ends_a_run_within_three_seconds(
     assert "interrupted" in err
     assert "Traceback" not in err
     assert len(parts_of(fresh)) < len(parts_of(undisturbed)), "it was over too soon to tell"
+    assert generate(*flags, "--output", fresh) == 0
+    assert tokens_of(read_rows(fresh)) == tokens_of(read_rows(undisturbed))
+
+
+def test_a_disk_that_is_full(
+    generate: Generate,
+    flags: tuple[Any, ...],
+    undisturbed: Path,
+    fresh: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(VARIABLE, "aside%15:28")  # A few parts, and no more.
+    assert generate(*flags, "--output", fresh) == 4
+    told = capsys.readouterr().err
+    assert "No space left on device" in told
+    assert "the same command goes on" in told
+    assert "Traceback" not in told
+    monkeypatch.delenv(VARIABLE)
     assert generate(*flags, "--output", fresh) == 0
     assert tokens_of(read_rows(fresh)) == tokens_of(read_rows(undisturbed))
 

@@ -1,5 +1,6 @@
 """Committed parts: one schema whatever happened, whole or absent, and sums that add up."""
 
+import errno
 import json
 import math
 import os
@@ -365,7 +366,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
 
     def fail(*_: Any, **__: Any) -> None:
         seen.append(target.read_bytes() if target.exists() else None)
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")  # No use to try again.
 
     if failing == "fsync":
         monkeypatch.setattr(os, "fsync", fail)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import shard_worker
+from pipeline import failpoints, persistence, shard_worker
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.parts import Provenance, errors_uri, part_uri
 from pipeline.plan import Plan
@@ -90,7 +90,8 @@ def run_worker(
     """A worker's life: the reports of its shards, asked for at once; None if it died."""
 
     async def one(worker: ShardWorker, shard: str) -> list[dict[str, Any]]:
-        return [row async for b in worker({"shard": np.array([shard])}) for row in b["report"]]
+        batches = [batch async for batch in worker({"shard": np.array([shard])})]
+        return [json.loads(report) for batch in batches for report in batch["report"]]
 
     async def main() -> list[dict[str, Any]] | None:
         worker = ShardWorker([None], settings)  # type: ignore[list-item]
@@ -205,6 +206,33 @@ def test_a_retry_gives_a_condemned_row_another_chance(planned: tuple[Path, Plan]
     assert run_worker(engine, settings_for(output, plan, retry=True), [name]) is not None
     assert engine.answered == ["r1"]
     assert rows_of(output, name)["r1", 0]["error"] is None
+
+
+@pytest.mark.parametrize(("failing", "is_told"), [("storage%3:5", False), ("aside%1:28", True)])
+def test_storage_that_fails(
+    planned: tuple[Path, Plan], monkeypatch: pytest.MonkeyPatch, failing: str, is_told: bool
+) -> None:
+    """Every third call with an I/O error: nobody notices. No space on the device: that is told."""
+    output, plan = planned
+    monkeypatch.setenv(failpoints.VARIABLE, failing)
+    monkeypatch.setattr(persistence, "_PAUSES", (0.0, 0.0))
+    told: list[str] = []
+
+    async def main() -> None:
+        worker = ShardWorker([None], settings_for(output, plan))  # type: ignore[list-item]
+        for shard in plan.shards:
+            async for batch in worker({"shard": np.array([shard.name])}):
+                told.extend(batch["error"])
+
+    monkeypatch.setattr(shard_worker, "start_engine", lambda *_: Engine())
+    asyncio.run(asyncio.wait_for(main(), 60))
+    if is_told:
+        assert all("No space left on device" in error for error in told)
+        assert list((output / "data").iterdir()) == []
+    else:
+        assert told == ["", "", ""]
+        monkeypatch.delenv(failpoints.VARIABLE)
+        assert sum(len(rows_of(output, shard.name)) for shard in plan.shards) == 42
 
 
 def test_an_engine_that_starts_at_the_third_try(
