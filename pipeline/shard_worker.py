@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from pipeline import failpoints
 from pipeline.attempts import Attempts
+from pipeline.errors import DamagedPartError
 from pipeline.parts import (
     PartReport,
     Provenance,
@@ -149,8 +150,11 @@ class ShardWorker:
         return _Task(shard, plan, rows, attempts, answered, common)
 
     def _kept(self, shard: str, rows: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-        """The rows of a part all of whose samples are answered, or that were refused."""
-        table, _ = read_part(self._settings.output, shard)
+        """The rows of a part all of whose samples are answered, or that were refused; none without one."""
+        try:
+            table, _ = read_part(self._settings.output, shard)
+        except DamagedPartError:
+            return []
         index_of = {row["id"]: index for index, row in enumerate(rows)}
         part = table.select(OUTPUT_SCHEMA.names).to_pylist()
         failed = {row["id"] for row in part if row["error"] is not None}

@@ -196,6 +196,13 @@ def test_a_retry_answers_what_failed_and_nothing_else(
     assert not Path(errors_uri(str(output), name)).exists()
 
 
+def test_a_retry_of_a_run_that_is_not_complete(planned: tuple[Path, Plan]) -> None:
+    output, plan = planned
+    engine = Engine()
+    assert run_worker(engine, settings_for(output, plan, retry=True), ["00000-00000"]) is not None
+    assert len(rows_of(output, "00000-00000")) == 10
+
+
 def test_a_retry_gives_a_condemned_row_another_chance(planned: tuple[Path, Plan]) -> None:
     output, plan = planned
     name = plan.shards[0].name
