@@ -150,7 +150,7 @@ class ShardWorker:
         return _Task(shard, plan, rows, attempts, answered, common)
 
     def _kept(self, shard: str, rows: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-        """The rows of a part all of whose samples are answered, or that were refused; none without one."""
+        """The rows of a part all of whose samples are answered, or that were refused; if there is one."""
         try:
             table, _ = read_part(self._settings.output, shard)
         except DamagedPartError:
