@@ -33,7 +33,13 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] not in _COMMANDS:
         print(f"error: unknown command {arguments[0]!r}\n\n{_USAGE}", file=sys.stderr)
         return 2
-    from pipeline.errors import InputError, InterruptedRunError, WorkerLostError
+    from pipeline.errors import (
+        DamagedPartError,
+        InputError,
+        InterruptedRunError,
+        TooManyErrorsError,
+        WorkerLostError,
+    )
     from quant.errors import CheckpointError
 
     try:
@@ -41,6 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     except (InputError, CheckpointError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except TooManyErrorsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except DamagedPartError as error:
+        print(f"error: {error}; `verify --repair` sets it aside", file=sys.stderr)
+        return 4
     except WorkerLostError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

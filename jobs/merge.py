@@ -1,7 +1,9 @@
 """`merge`: the parts of a run as one data set, in files of a size that people like."""
 
 import argparse
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -13,13 +15,14 @@ import pyarrow.parquet as pq
 from jobs.cli import say
 from jobs.folders import naming_output
 from pipeline import storage
-from pipeline.errors import InputError
+from pipeline.errors import DamagedPartError, InputError, InterruptedRunError
 from pipeline.inspection import State, read_state
-from pipeline.parts import read_part
+from pipeline.parts import part_uri, read_part
 from pipeline.schema import output_schema
 
 _FILE_BYTES = 512 * 2**20
 _GROUP_BYTES = 64 * 2**20  # Of a row group: what a reader must hold at least.
+_FORMATS = "expected .parquet, .jsonl (also .gz, .zst)"
 _JSONL = (".jsonl", *(f".jsonl{packed}" for packed in storage.PACKED))
 
 
@@ -27,17 +30,19 @@ def merge(arguments: Sequence[str]) -> int:
     """Write the data set; returns the exit code.
 
     Raises:
-        InputError: the run is not complete, or the target is there already.
+        InputError: the target is there already, or has a format that is none of ours.
+        InterruptedRunError: the run is not complete.
+        DamagedPartError: a part is not what it was.
     """
     given = _parse(arguments)
     with naming_output(given.output):
         state = read_state(given.output)
     if state.plan is None or not (state.is_complete or given.partial):
-        raise InputError(
+        raise InterruptedRunError(
             f"output {given.output}: the run is not complete (--partial merges what there is)"
         )
     with naming_output(given.into):
-        _refuse_existing(given.into)
+        _check_target(given.into)
         schema = output_schema(state.plan.carried)
         tables = _tables(given.output, state, keep_errors=given.errors)
         if given.into.endswith(_JSONL):
@@ -64,12 +69,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--errors", action="store_true", help="keep rows that failed")
     parser.add_argument("--partial", action="store_true", help="merge what is done so far")
     parser.add_argument(
-        "--file-bytes", type=int, default=_FILE_BYTES, help="of a file in a folder, about"
+        "--file-bytes", type=_positive, default=_FILE_BYTES, help="of a file in a folder, about"
     )
     return parser.parse_args(arguments)
 
 
-def _refuse_existing(uri: str) -> None:
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _check_target(uri: str) -> None:
+    if re.search(r"\.[A-Za-z]\w{0,7}$", uri) and not uri.endswith((*_JSONL, ".parquet")):
+        raise InputError(f"--into {uri}: unknown format; {_FORMATS}, or a folder's name")
     there = storage.is_folder(uri) and not storage.is_empty_folder(uri)
     if there or (not storage.is_folder(uri) and storage.exists(uri)):
         raise InputError(f"--into {uri}: is there already")
@@ -80,7 +94,10 @@ def _tables(output: str, state: State, *, keep_errors: bool) -> Iterator[pa.Tabl
     assert state.plan is not None
     for shard in state.plan.shards:
         if shard.name in state.done:
-            table, _ = read_part(output, shard.name)
+            table, content = read_part(output, shard.name)
+            if hashlib.sha256(content).hexdigest() != state.done[shard.name].sha256:
+                uri = part_uri(output, shard.name)
+                raise DamagedPartError(f"{uri}: is not the file that was committed")
             table = table if keep_errors else table.filter(pc.is_null(table["error"]))
             if len(table):
                 yield table.replace_schema_metadata()

@@ -15,7 +15,7 @@ from pipeline import failpoints, storage
 from pipeline.admission import Admission, load_tokenizer, tokenizer_digest
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
-from pipeline.errors import InputError
+from pipeline.errors import TooManyErrorsError
 from pipeline.graph import run_shards, write_plan
 from pipeline.lease import Lease
 from pipeline.manifest import Manifest, has_failed_rows
@@ -23,7 +23,7 @@ from pipeline.parts import PartReport, Provenance
 from pipeline.plan import Plan, first_refusal
 from pipeline.schema import schema_to_json
 from pipeline.shard_worker import GenerateSettings
-from pipeline.summary import Summary, sum_reports, write_summary
+from pipeline.summary import Summary, read_summary, sum_reports, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.compressed import read_report
 from quant.config import QuantConfig
@@ -91,8 +91,13 @@ def run(
             break
     storage.remove_leftovers(storage.join(config.output, "data"))  # Of workers that died.
     manifest.save()
-    made = weights.wait() if pending else {}
-    run = _describe_run(config, weights, fresh, first_part_after) | describe_weights(made)
+    run = _describe_run(config, weights, fresh, first_part_after)
+    if pending:
+        run |= describe_weights(weights.wait())
+    else:  # They were not made this time: what was said of them stays.
+        run |= {
+            "weights": read_summary(config.output).get("weights", describe_weights({})["weights"])
+        }
     write_summary(config.output, total, run)
     print(format_summary(total.to_dict() | run))
     return _exit_code(config, plan, total)
@@ -118,16 +123,18 @@ def _make_plan(config: RunConfig, uris: Sequence[str], model: Model, weights: We
     admission = Admission(model.tokenizer, config.sampling, limit, vocab_size, config.data)
     origin = {"weights": weights.digest, "tokenizer": tokenizer_digest(model.tokenizer)}
     plan = write_plan(config, uris, admission, origin)
+    for uri in plan.changed_sources():
+        say(f"{uri}: has changed since it was planned; what was planned stays")
     _check_refused(config, plan)
     return plan
 
 
 def _check_refused(config: RunConfig, plan: Plan) -> None:
-    """Raise InputError if so many rows cannot run that there is no point in running the rest."""
+    """Raise TooManyErrorsError if so many rows cannot run that the rest is not worth it."""
     num_refused = sum(shard.num_refused for shard in plan.shards)
     if num_refused > config.max_error_rate * plan.num_rows:
         first = first_refusal(plan, config.output)
-        raise InputError(
+        raise TooManyErrorsError(
             f"{num_refused} of {plan.num_rows} rows cannot run, more than --max-error-rate "
             f"{config.max_error_rate} allows; the first: {first}"
         )

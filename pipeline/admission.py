@@ -24,8 +24,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class AdmittedRow:
     """A row of the plan. Exactly one of `prompt_token_ids` and `error` is set.
 
-    `raw` is what stands in the file where that is no row at all, `num_truncated_tokens` how many tokens
-    were cut from the prompt.
+    `raw` is what the file has where that cannot run, `num_truncated_tokens` how many tokens were cut from
+    the prompt.
     """
 
     source: str
@@ -95,6 +95,8 @@ class Admission:
             self._fill_(admitted, raw)
         except Refusal as refusal:
             admitted.prompt_token_ids = None
+            if raw.columns is not None:
+                admitted.raw = json.dumps(raw.columns, ensure_ascii=False, default=str)
             admitted.error_type = refusal.error_type
             admitted.error = _located(raw.where, str(refusal))
         return admitted
@@ -104,6 +106,9 @@ class Admission:
             raise Refusal("BadRow", raw.error or "unreadable row")
         columns = _from_openai(raw.columns)
         admitted.carried = {k: v for k, v in columns.items() if k not in _OWN}
+        if huge := [k for k, value in admitted.carried.items() if _has_huge_number(value)]:
+            admitted.carried = {k: v for k, v in admitted.carried.items() if k not in huge}
+            raise Refusal("BadRow", f"column {huge[0]!r} has a whole number of more than 64 bits")
         if columns.get("id") is not None:
             admitted.id = _read_id(columns["id"])
         columns, replaced = self._template.apply(columns)
@@ -198,6 +203,15 @@ class Admission:
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise Refusal("TemplateFailed", f"the chat template fails: {error}") from error
+
+
+def _has_huge_number(value: Any) -> bool:
+    """Whether there is an integer that no column of a data set can hold."""
+    if isinstance(value, dict):
+        return any(map(_has_huge_number, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_huge_number, value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _read_id(value: Any) -> str:

@@ -11,6 +11,10 @@ class InterruptedRunError(Exception):
     """A run that ends before it is done and can be gone on with (exit code 4)."""
 
 
+class TooManyErrorsError(Exception):
+    """More rows fail than may (exit code 3)."""
+
+
 class WorkerLostError(Exception):
     """Workers died and were started again as often as they may be (exit code 1)."""
 
@@ -31,7 +35,7 @@ def describe(error: ValidationError, prefix: str = "") -> str:
     """A validation error in one line that names every key at fault."""
     faults = []
     for fault in error.errors(include_url=False, include_input=True):
-        key = ".".join(str(part) for part in (prefix, *fault["loc"]) if str(part))
+        key = ".".join(str(part) for part in (prefix, *fault["loc"]) if str(part)) or "the whole"
         if fault["type"] == "extra_forbidden":
             faults.append(f"unknown key {key}")
         elif fault["type"] == "missing":

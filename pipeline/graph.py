@@ -22,7 +22,7 @@ from pipeline import failpoints
 from pipeline.admission import Admission
 from pipeline.config import RunConfig
 from pipeline.errors import InputError, InterruptedRunError, WorkerLostError
-from pipeline.parts import PartReport
+from pipeline.parts import PartReport, list_parts
 from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.schema import schema_from_json
 from pipeline.shard_worker import GenerateSettings, ShardWorker
@@ -47,6 +47,11 @@ def write_plan(
     if known is not None:
         known.check_origin(origin)
         known = _mend(known, config, admission)
+    elif list_parts(config.output):
+        raise InputError(
+            f"output {config.output}: has parts, and the plan that they belong to (plan/plan.json) is "
+            "lost; choose another folder"
+        )
     sources = name_sources(uris, known.sources if known else ())
     groups = group_sources(sources, config.data.limit, known)
     origin = (known.origin if known else {}) | origin

@@ -132,7 +132,8 @@ def _check_part(
     """What is wrong with a part; empty if nothing is."""
     if schema_digest(table.schema) != schema_digest(schema):
         return "its columns are not those of the plan"
-    planned = read_shard(output, shard.name, ["id", "sampling_params", "error"]).to_pylist()
+    columns = ["id", "sampling_params", "error", "prompt", "messages"]
+    planned = read_shard(output, shard.name, columns).to_pylist()
     expected = [
         (row["id"], index)
         for row in planned
@@ -142,6 +143,10 @@ def _check_part(
     if keys != expected:
         missing = [key for key in expected if key not in set(keys)]
         return f"its rows are not those of the shard (missing: {missing[:3] or 'none'})"
+    asked = {row["id"]: (row["prompt"], row["messages"]) for row in planned}
+    for row in table.select(["id", "prompt", "messages"]).to_pylist():
+        if (row["prompt"], row["messages"]) != asked[row["id"]]:
+            return f"row {row['id']!r}: its prompt is not that of the plan"
     refused = {row["id"] for row in planned if row["error"]}
     columns = ["id", "finish_reason", "error", "error_type", "generated_tokens"]
     columns += ["num_generated_tokens", "num_steps", "num_spec_steps", "num_draft_tokens"]

@@ -162,9 +162,11 @@ class Lease:
 
 
 def read_holder(output: str) -> Holder | None:
-    """Who holds an output's lease; None if nobody does, or a process of this machine that is dead."""
+    """Who holds an output's lease; None if nobody that is known, or a dead process of this machine."""
     holder = _read(storage.join(output, FILE))
     if holder is not None and holder.machine == _machine() and not holder.is_running:
+        return None
+    if holder is not None and not holder.run:
         return None
     return holder
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -127,9 +128,23 @@ def read_part(output: str, shard: str) -> tuple[pa.Table, bytes]:
     if content is None:
         raise DamagedPartError(f"{uri}: is missing")
     try:
-        return pq.read_table(io.BytesIO(content)), content
+        table = pq.read_table(io.BytesIO(content))
     except (OSError, pa.ArrowException) as error:
         raise DamagedPartError(f"{uri}: is damaged ({error})") from error
+    whose = shard_of(table)
+    if whose != shard:
+        raise DamagedPartError(
+            f"{uri}: is damaged (it holds the rows of {whose or 'no shard of ours'})"
+        )
+    return table, content
+
+
+def shard_of(table: pa.Table) -> str:
+    """The shard that a part's footer names; empty if it names none."""
+    try:
+        return str(json.loads((table.schema.metadata or {})[b"quasar"])["shard"])
+    except (KeyError, ValueError, TypeError):
+        return ""
 
 
 def read_report(output: str, shard: str) -> PartReport:
@@ -137,7 +152,7 @@ def read_report(output: str, shard: str) -> PartReport:
     table, content = read_part(output, shard)
     if missing := [name for name in _REPORTED if name not in table.column_names]:
         uri = part_uri(output, shard)
-        raise DamagedPartError(f"{uri}: is none of ours (it has no column {missing[0]!r})")
+        raise DamagedPartError(f"{uri}: is damaged (it has no column {missing[0]!r})")
     return report_of(shard, table, content)
 
 

@@ -7,7 +7,7 @@ with their reason. `plan.json` is written last; where it is, the plan is complet
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 
 import pyarrow as pa
@@ -16,7 +16,7 @@ from pipeline import failpoints, storage
 from pipeline.errors import InputError
 from pipeline.schema import CARRIED, schema_from_json, schema_to_json, unify_carried
 from pipeline.shards import Shard, SourceGroup, read_shard
-from pipeline.sources import locate
+from pipeline.sources import locate, source_bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Plan:
         shards: sources in the order they were added, each in its own order.
         carried: names in the plan, and their types.
         sources: URI and name for ids of every source; a source's index begins its shards' names.
+        sizes: bytes that each source had when it was planned, where its storage tells.
         origin: what beside the configuration the tokens depend on: digests, by what they are of.
     """
 
@@ -34,6 +35,7 @@ class Plan:
     carried: pa.Schema
     sources: tuple[tuple[str, str], ...]
     origin: dict[str, str]
+    sizes: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -52,6 +54,11 @@ class Plan:
     @cached_property
     def _by_name(self) -> dict[str, Shard]:
         return {shard.name: shard for shard in self.shards}
+
+    def changed_sources(self) -> list[str]:
+        """Sources that have another size now than when they were planned."""
+        now = {uri: source_bytes(uri) for uri in self.sizes}
+        return [uri for uri, size in self.sizes.items() if now[uri] not in (None, size)]
 
     def check_origin(self, origin: dict[str, str]) -> None:
         """Raise InputError, naming what differs, if the plan was made for something else.
@@ -94,6 +101,7 @@ class Plan:
         content = {
             "origin": self.origin,
             "sources": self.sources,
+            "sizes": self.sizes,
             "carried": schema_to_json(self.carried),
             "shards": [asdict(shard) for shard in self.shards],
         }
@@ -110,9 +118,11 @@ class Plan:
             raw = json.loads(content)
             shards = tuple(Shard(**shard) for shard in raw["shards"])
             sources = tuple((uri, name) for uri, name in raw["sources"])
-            return cls(shards, schema_from_json(raw["carried"]), sources, dict(raw["origin"]))
+            carried, sizes = schema_from_json(raw["carried"]), dict(raw["sizes"])
+            return cls(shards, carried, sources, dict(raw["origin"]), sizes)
         except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            raise InputError(f"{_manifest(output)}: damaged ({error})") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(f"{_manifest(output)}: damaged ({reason})") from error
 
 
 def name_sources(uris: Sequence[str], known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -170,10 +180,12 @@ def assemble(
         (schema, partial(_read_column, output, shard.name)) for shard, schema in ordered
     )
     before: tuple[Shard, ...] = ()
+    sizes: dict[str, int] = {}
     if known is not None:
-        before, carried = known.shards, _within(known.carried, carried)
+        before, carried, sizes = known.shards, _within(known.carried, carried), known.sizes
+    sizes = {uri: size for uri, _ in sources if (size := source_bytes(uri)) is not None} | sizes
     shards = (*before, *(shard for shard, _ in ordered))
-    plan = Plan(shards, carried, tuple(sources), origin)
+    plan = Plan(shards, carried, tuple(sources), origin, sizes)
     if plan.num_rows == 0:
         raise InputError("the input holds no rows")
     _check_ids(plan, output)
@@ -191,14 +203,14 @@ def first_refusal(plan: Plan, output: str) -> str:
 
 def _within(known: pa.Schema, added: pa.Schema) -> pa.Schema:
     """The known columns, if those of added files are the same."""
-    for field in added:
-        name = field.name.removeprefix(CARRIED)
-        if field.name not in known.names:
+    for column in added:
+        name = column.name.removeprefix(CARRIED)
+        if column.name not in known.names:
             raise InputError(f"column {name!r} is in the added files only; choose another folder")
-        if not _fits(field, known.field(field.name)):
+        if not _fits(column, known.field(column.name)):
             raise InputError(
-                f"column {name!r} is {field.type} in the added files, and {known.field(field.name).type} "
-                "in this output; choose another folder"
+                f"column {name!r} is {column.type} in the added files, and "
+                f"{known.field(column.name).type} in this output; choose another folder"
             )
     return known
 

@@ -104,7 +104,7 @@ def parquet_types(uri: str) -> dict[str, pa.DataType]:
     """The types a Parquet file declares for its columns."""
     try:
         with _open_parquet(uri) as file:
-            return {field.name: field.type for field in pq.read_schema(file)}
+            return {field.name: _plain(field.type) for field in pq.read_schema(file)}
     except (*_DAMAGED, pa.ArrowException) as error:
         raise InputError(f"{uri}: cannot be read as Parquet ({error})") from error
 
@@ -219,6 +219,11 @@ def _csv_row(fields: list[str], names: list[str], row: int, where: str) -> RawRo
     except UnicodeDecodeError:
         return _bad_row(row, where, "not UTF-8", line)
     return RawRow(row, where, {k: v or None for k, v in zip(names, fields, strict=True)})
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """What a dictionary's entries are, which is how its values are read."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _open_parquet(uri: str) -> IO[bytes]:

@@ -82,6 +82,14 @@ def check_source(uri: str) -> None:
         raise InputError(f"{uri}: no such file")
 
 
+def source_bytes(uri: str) -> int | None:
+    """How long a source's file is; None if nobody tells."""
+    try:
+        return None if uri.startswith(_HUB) else storage.num_bytes(uri)
+    except (OSError, ValueError):
+        return None
+
+
 def read_rows(uri: str) -> Iterator[RawRow]:
     """Yield the rows of a source in order; raises InputError if the source itself is unreadable."""
     return readers.read_hub(uri) if uri.startswith(_HUB) else _READERS[_format(uri)](uri)

@@ -101,6 +101,17 @@ def _list_files(folder: str) -> dict[str, int]:
     return {uri: found[uri] for uri in sorted(found) if "/." not in uri[below:]}
 
 
+def num_bytes(uri: str) -> int | None:
+    """The size of a file; None if it is not there. Raises OSError where that cannot be told."""
+    if is_local(uri):
+        path = local_path(uri)
+        return path.stat().st_size if path.is_file() else None
+    with as_os_error():
+        files, path = fs.FileSystem.from_uri(uri)
+        size: int | None = files.get_file_info(path).size
+        return size
+
+
 def open_read(uri: str) -> IO[bytes]:
     """Open for reading bytes; a .gz or .zst is unpacked on the way."""
     file: IO[bytes] = _open(uri, "rb")

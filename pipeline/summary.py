@@ -13,7 +13,7 @@ from workers.stats import AcceptanceStats
 
 @dataclass(frozen=True)
 class Summary:
-    """Sums over parts; `seconds` from the first row's admission to the last row's end."""
+    """Sums over parts; `spans` are the times (since the epoch) in which some part was worked on."""
 
     num_shards: int = 0
     num_rows: int = 0
@@ -22,8 +22,7 @@ class Summary:
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
-    started_at: float = float("inf")
-    finished_at: float = float("-inf")
+    spans: tuple[tuple[float, float], ...] = ()
 
     def add(self, report: PartReport) -> "Summary":
         """The summary with one more shard."""
@@ -36,8 +35,7 @@ class Summary:
             num_input_tokens=self.num_input_tokens + report.num_input_tokens,
             num_generated_tokens=self.num_generated_tokens + report.num_generated_tokens,
             stats=self.stats + report.stats,
-            started_at=min(self.started_at, report.started_at),
-            finished_at=max(self.finished_at, report.finished_at),
+            spans=_with_span(self.spans, report.started_at, report.finished_at),
         )
 
     @property
@@ -47,8 +45,8 @@ class Summary:
 
     @property
     def seconds(self) -> float:
-        """Length of the generation phase: prompts and answers, without start-up."""
-        return max(0.0, self.finished_at - self.started_at)
+        """Length of the generation phase: prompts and answers, without start-up and pauses."""
+        return sum(end - start for start, end in self.spans)
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,9 +75,29 @@ class Summary:
         }
 
 
+def _with_span(
+    spans: tuple[tuple[float, float], ...], start: float, end: float
+) -> tuple[tuple[float, float], ...]:
+    """The spans with one more; those that overlap become one."""
+    apart = [span for span in spans if span[1] < start or span[0] > end]
+    joined = [span for span in spans if span not in apart]
+    start, end = min([start, *(s for s, _ in joined)]), max([end, *(e for _, e in joined)])
+    return tuple(sorted([*apart, (start, end)]))
+
+
 def sum_reports(reports: Iterable[PartReport]) -> Summary:
     """What parts add up to."""
     return functools.reduce(Summary.add, reports, Summary())
+
+
+def read_summary(output: str) -> dict[str, Any]:
+    """What OUT/summary.json says; empty if there is none."""
+    content = storage.read_bytes(storage.join(output, "summary.json"))
+    try:
+        summary = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def write_summary(output: str, summary: Summary, run: dict[str, Any]) -> None:

@@ -234,7 +234,7 @@ def test_every_row_failing_is_told_by_the_exit_code(
     few = tmp_path / "few.jsonl"
     few.write_text('{"prompt": "a"}\n{"prompt": 1}\n{"prompt": 2}\n', encoding="utf-8")
     given = ("--model", tiny_checkpoint, "--input", few, "--output", tmp_path / "few")
-    assert generate(*given) == 2
+    assert generate(*given) == 3
     told = capsys.readouterr().err
     assert "2 of 3 rows cannot run, more than --max-error-rate 0.5 allows; the first: " in told
     assert "line 2: prompt is a int, not a string" in told

@@ -272,7 +272,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def unreachable(*_: Any, **__: Any) -> None:
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(jobs.generate, "_start_ray", lambda: starts.append(None))
+    monkeypatch.setattr(jobs.generate, "start_ray", lambda: starts.append(None))
     monkeypatch.setattr(jobs.run, "convert_to_store", unreachable)
 
     def check(*arguments: Any, named: tuple[str, ...], ray_starts: bool = False) -> None:
@@ -380,11 +380,11 @@ def test_a_refused_run_does_not_claim_its_folder(
     (out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     (out / "plan" / "shard-00000-00000.parquet").write_bytes(b"of a plan that was never whole")
     other = parse_run([*map(str, given), "--seed", "1"])
-    jobs.generate._check_output(other)
+    jobs.generate.check_output(other)
     (out / "data").mkdir()
     (out / "data" / "part-00000-00000.parquet").write_bytes(b"an answer")
     with pytest.raises(InputError, match="seed was 0, is 1"):
-        jobs.generate._check_output(other)
+        jobs.generate.check_output(other)
 
 
 def test_an_output_that_cannot_be_is_refused_early(
@@ -478,8 +478,18 @@ def test_a_folder_that_grows(
         assert {key: row for key, row in rows.items() if key in before} == before
         assert rows["a.tsv:2", 0]["prompt"] == "Q: where\nA:"
         assert len(rows) == 3
+    summary = json.loads((output / "summary.json").read_bytes())
+    assert summary["weights"]["recipe"] == "rtn"  # Though nothing was left to do the last time.
+    with (folder / "b.csv").open("a", encoding="utf-8") as file:
+        file.write("why,2\n")
+    capsys.readouterr()
+    assert generate(*given) == 0
+    assert "b.csv: has changed since it was planned" in capsys.readouterr().err
     assert generate(*given, "--temperature", 1) == 2
     assert "sampling.temperature was 0.0, is 1.0" in capsys.readouterr().err
+    (output / "plan" / "plan.json").unlink()
+    assert generate(*given) == 2
+    assert "has parts, and the plan that they belong to" in capsys.readouterr().err
 
 
 @pytest.mark.ray

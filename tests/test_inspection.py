@@ -161,13 +161,17 @@ class TestVerify:
                 lambda p: self.rewrite(p, lambda t: _with(t, "num_spec_steps", [7] * len(t))),
                 "row 'r0': its acceptance histogram does not add up",
             ),
+            "other prompts": (
+                lambda p: self.rewrite(p, lambda t: _with(t, "prompt", ["x"] * len(t))),
+                "row 'r0': its prompt is not that of the plan",
+            ),
             "other text": (
                 lambda p: self.rewrite(p, lambda t: _with(t, "generated_text", ["x"] * len(t))),
                 "not the file that was committed",
             ),
             "another part": (
                 lambda p: shutil.copy(part(output, 1), p),
-                "its rows are not those of the shard",
+                "is damaged (it holds the rows of 00000-00001)",
             ),
         }
         for kind, (damage, reason) in kinds.items():
@@ -265,13 +269,31 @@ class TestMerge:
         assert self.keys(rows) == ANSWERED
         assert main([*given[:4], "--file-bytes", "1"]) == 2  # It is there already.
 
+    def test_damage_is_not_merged(
+        self, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        target = tmp_path / "all.parquet"
+        _flip(part(output, 1))
+        code, shown = run(capsys, "merge", output, "--into", target)
+        assert code == 4
+        assert f"error: {part(output, 1)}: is " in shown
+        assert "`verify --repair` sets it aside" in shown
+        assert not target.exists()
+
+    @pytest.mark.parametrize("name", ["all.csv", "all.json", "all.jsonl.bz2"])
+    def test_a_format_that_is_none_of_ours(
+        self, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    ) -> None:
+        code, shown = run(capsys, "merge", output, "--into", tmp_path / name)
+        assert (code, "unknown format" in shown) == (2, True)
+
     def test_half_a_run(
         self, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         part(output, 0).unlink()
         target = tmp_path / "all.parquet"
         code, shown = run(capsys, "merge", output, "--into", target)
-        assert (code, "is not complete" in shown) == (2, True)
+        assert (code, "is not complete" in shown) == (4, True)
         assert not target.exists()
         assert run(capsys, "merge", output, "--into", target, "--partial")[0] == 0
         assert self.keys(pq.read_table(target).to_pylist()) == ANSWERED[5:]

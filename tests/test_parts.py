@@ -309,6 +309,16 @@ def test_a_summary_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     }
 
 
+def test_pauses_are_no_time_of_a_run() -> None:
+    spans = [(100.0, 104.0), (110.0, 112.0), (103.0, 105.0), (111.0, 111.5), (104.5, 110.0)]
+    summary = Summary()
+    for seconds, (start, end) in zip([4, 6, 7, 7, 12], spans, strict=True):
+        report = PartReport("a", 9, "s", "c", 1, 1, 0, 1, 1, AcceptanceStats(), start, end)
+        summary = summary.add(report)
+        assert summary.seconds == seconds
+    assert summary.spans == ((100.0, 112.0),)
+
+
 def test_a_summary_of_nothing_is_json() -> None:
     text = json.dumps(Summary().to_dict())
     assert "Infinity" not in text
@@ -344,7 +354,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, content: bytes | None) -> None:
     with pytest.raises(DamagedPartError, match=f"{path}: is damaged"):
         read_report(str(tmp_path), SHARD)
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(DamagedPartError, match="none of ours"):
+    with pytest.raises(DamagedPartError, match="holds the rows of no shard of ours"):
         read_report(str(tmp_path), SHARD)
     path.unlink()
     with pytest.raises(DamagedPartError, match="missing"):

@@ -230,12 +230,6 @@ def test_a_type_conflict_within_a_file_is_named(admission: Admission, tmp_path: 
     assert "a.jsonl" in str(raised.value)
 
 
-def test_a_number_too_large_for_parquet_is_named(admission: Admission, tmp_path: Path) -> None:
-    uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "x": 2**70}])
-    with pytest.raises(InputError, match="'x'"):
-        make_plan(admission, [uri], tmp_path / "out")
-
-
 def test_a_type_conflict_between_files_is_named(admission: Admission, tmp_path: Path) -> None:
     uris = [
         write_jsonl(tmp_path / "a.jsonl", prompts(2, x=1)),
@@ -424,6 +418,36 @@ class TestAddedSources:
         uris = [write_jsonl(tmp_path / f"{name}.jsonl", prompts(3)) for name in "ab"]
         make_plan(admission, uris[:1], tmp_path / "out", limit=limit)
         assert make_plan(admission, uris, tmp_path / "out", limit=limit).num_rows == num_rows
+
+    def test_a_planned_file_that_has_changed_is_told(
+        self, admission: Admission, tmp_path: Path
+    ) -> None:
+        uris = [write_jsonl(tmp_path / f"{name}.jsonl", prompts(2)) for name in "ab"]
+        assert make_plan(admission, uris, tmp_path / "out").changed_sources() == []
+        with Path(uris[1]).open("a", encoding="utf-8") as file:
+            file.write('{"prompt": "one more"}\n')
+        plan = make_plan(admission, uris, tmp_path / "out")
+        assert plan.changed_sources() == [uris[1]]
+        Path(uris[1]).unlink()
+        assert plan.changed_sources() == []
+
+
+def test_a_number_that_no_column_holds_is_one_row(admission: Admission, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "x": 1}, {"prompt": "b", "x": {"y": [2**63]}}, {"prompt": "c"}]
+    rows[1]["x"] = 2**63
+    uri = write_jsonl(tmp_path / "a.jsonl", [*rows, {"prompt": "d", "z": [{"y": -(2**70)}]}])
+    plan = make_plan(admission, [uri], tmp_path / "out")
+    errors = [row["error"] for row in all_rows(plan, tmp_path / "out")]
+    assert [error is None for error in errors] == [True, False, True, False]
+    assert f"{uri}: line 2: column 'x' has a whole number of more than 64 bits" == errors[1]
+
+
+def test_a_dictionary_is_what_its_entries_are(admission: Admission, tmp_path: Path) -> None:
+    table = pa.table({"prompt": ["a", "b"], "kind": pa.array(["x", "y"]).dictionary_encode()})
+    pq.write_table(table, tmp_path / "a.parquet")
+    other = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "c", "kind": "z"}])
+    plan = make_plan(admission, [str(tmp_path / "a.parquet"), other], tmp_path / "out")
+    assert plan.carried.field("carried.kind").type == pa.string()
 
 
 def test_a_plan_of_something_else_is_refused_key_by_key() -> None:
