@@ -43,6 +43,7 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "quant.precision": "precision",
     "cluster.num_workers": "num-workers",
     "max_error_rate": "max-error-rate",
+    "cluster.max_attempts_per_row": "max-attempts-per-row",
     "data.limit": "limit",
     "data.prompt_column": "prompt-column",
     "data.prompt_template": "prompt-template",
