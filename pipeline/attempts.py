@@ -35,7 +35,7 @@ class Attempts:
 
     @classmethod
     def begin(cls, output: str, shard: str, run: str, *, forgive: bool = False) -> "Attempts":
-        """Count a try at a shard by a run; with `forgive`, earlier deaths do not count."""
+        """Count a try at a shard by a run; with `forgive`, deaths in earlier runs do not count."""
         attempts = cls(storage.join(output, "attempts", f"{shard}.json"), run)
         content = storage.read_bytes(attempts.uri)
         if content is not None:
@@ -44,12 +44,14 @@ class Attempts:
         return attempts
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """The rows as they are to be tried: those that nothing is known against first, together."""
+        """The rows as they are to be tried: first, together, those that nothing is known against (there
+        may be none), then the others in groups.
+        """
         trusted = [row for row in rows if not self.deaths.get(row)]
         suspects = [row for row in rows if self.deaths.get(row) == 1]
         alone = [[row] for row in rows if self.deaths.get(row, 0) > 1]
         few = [suspects[i : i + _GROUP_ROWS] for i in range(0, len(suspects), _GROUP_ROWS)]
-        return [*([trusted] if trusted else []), *few, *alone]
+        return [trusted, *few, *alone]
 
     def condemned(self, rows: Iterable[int], max_attempts: int) -> list[int]:
         """The rows not to be tried again."""
@@ -69,7 +71,7 @@ class Attempts:
 
     def _recall(self, known: dict[str, object], *, forgive: bool) -> None:
         self.number = int(str(known["attempt"]))
-        if forgive:
+        if forgive and known.get("run") != self.run:
             return
         self.deaths = dict(known.get("deaths") or [])  # type: ignore[call-overload]
         self.alone = set(known.get("alone") or [])  # type: ignore[call-overload]

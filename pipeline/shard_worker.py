@@ -67,6 +67,11 @@ class _Task:
     answered: list[tuple[int, dict[str, Any]]]
     common: dict[str, Any]
 
+    def todo(self) -> list[int]:
+        """The rows without an answer."""
+        done = {index for index, _ in self.answered}
+        return [index for index in range(len(self.rows)) if index not in done]
+
 
 class ShardWorker:
     """Answers shards by their names: a callable for Ray Data's actor pool."""
@@ -97,15 +102,7 @@ class ShardWorker:
         """Answer every row of a shard and commit its part."""
         async with self._turn:  # Shards enter the engine's queue in the order they came.
             task = await asyncio.to_thread(self._open, shard)
-            done = {index for index, _ in task.answered}
-            todo = [i for i in range(len(task.rows)) if i not in done]
-            for i in task.attempts.condemned(todo, self._settings.max_attempts_per_row):
-                deaths = task.attempts.deaths[i]
-                dead = dead_rows(self._requests(task.rows[i]), deaths, task.rows[i], task.common)
-                task.answered.extend((i, row) for row in dead)
-                todo.remove(i)
-            groups = task.attempts.groups(todo)
-            trusted = groups.pop(0) if groups and not task.attempts.deaths.get(groups[0][0]) else []
+            trusted, *groups = task.attempts.groups(task.todo())
             await asyncio.to_thread(task.attempts.start, trusted)
             await self._floor.enter()
             completions = self._submit(task, trusted)
@@ -147,7 +144,11 @@ class ShardWorker:
         for index, row in enumerate(rows):
             if row["error"] is not None and index not in kept:
                 answered.append((index, refused_row(row, common)))
-        return _Task(shard, plan, rows, attempts, answered, common)
+        task = _Task(shard, plan, rows, attempts, answered, common)
+        for i in attempts.condemned(task.todo(), settings.max_attempts_per_row):
+            dead = dead_rows(self._requests(rows[i]), attempts.deaths[i], rows[i], common)
+            answered.extend((i, row) for row in dead)
+        return task
 
     def _kept(self, shard: str, rows: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
         """The rows of a part all of whose samples are answered, or that were refused; if there is one."""

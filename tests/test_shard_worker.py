@@ -210,7 +210,9 @@ def test_a_retry_gives_a_condemned_row_another_chance(planned: tuple[Path, Plan]
         pass
     assert rows_of(output, name)["r1", 0]["error_type"] == "WorkerDied"
     engine = Engine()
-    assert run_worker(engine, settings_for(output, plan, retry=True), [name]) is not None
+    assert (
+        run_worker(engine, settings_for(output, plan, retry=True, run="again"), [name]) is not None
+    )
     assert engine.answered == ["r1"]
     assert rows_of(output, name)["r1", 0]["error"] is None
 
