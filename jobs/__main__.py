@@ -33,31 +33,19 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] not in _COMMANDS:
         print(f"error: unknown command {arguments[0]!r}\n\n{_USAGE}", file=sys.stderr)
         return 2
-    from pipeline.errors import (
-        DamagedPartError,
-        InputError,
-        InterruptedRunError,
-        TooManyErrorsError,
-        WorkerLostError,
-    )
+    from pipeline.errors import DamagedPartError, EndOfRunError
     from quant.errors import CheckpointError
 
     try:
         return _command(arguments[0])(arguments[1:])
-    except (InputError, CheckpointError) as error:
+    except EndOfRunError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except CheckpointError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except TooManyErrorsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
     except DamagedPartError as error:
         print(f"error: {error}; `verify --repair` sets it aside", file=sys.stderr)
-        return 4
-    except WorkerLostError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except InterruptedRunError as error:
-        print(error, file=sys.stderr)
         return 4
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)

@@ -41,13 +41,12 @@ def generate(arguments: Sequence[str]) -> int:
     """
     config = parse_run(arguments)
     started = time.monotonic()
-    sources = find_sources(config.input)
+    uris = find_inputs(config)
     if config.quant.calibration:
         check_source(config.quant.calibration)
-    _tell_ignored(sources.ignored)
     with naming_output(config.output):
         check_output(config)
-    return start(config, sources.uris, started)
+    return start(config, uris, started)
 
 
 def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool = False) -> int:
@@ -59,14 +58,10 @@ def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool
         stack.callback(ray.shutdown)
         aside = stack.enter_context(ThreadPoolExecutor(1))
         opening = aside.submit(_open_model, folder, config.quant)
-        _end_soon_on_sigterm()
         start_ray()
-        _end_soon_on_sigterm()  # Ray has a handler of its own.
         _check_devices(config)
         model = opening.result()
-        with naming_output(config.output):
-            resolved = config.to_yaml().encode()
-            storage.write_atomic(storage.join(config.output, "config.yaml"), resolved)
+        write_config(config)
         from jobs.run import run
 
         return run(config, uris, model, lease, started, retry=retry)
@@ -84,10 +79,20 @@ def _end_soon_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def _tell_ignored(files: Sequence[str]) -> None:
-    if files:
-        others = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        say(f"not read, as their format is none of ours: {files[0]}{others}")
+def find_inputs(config: RunConfig) -> tuple[str, ...]:
+    """The sources of a run; what else lies in their folders is told. Raises InputError."""
+    sources = find_sources(config.input)
+    if sources.ignored:
+        others = f" and {len(sources.ignored) - 1} more" if len(sources.ignored) > 1 else ""
+        say(f"not read, as their format is none of ours: {sources.ignored[0]}{others}")
+    return sources.uris
+
+
+def write_config(config: RunConfig) -> None:
+    """Leave the resolved configuration in the output; raises InputError where that cannot be."""
+    with naming_output(config.output):
+        resolved = config.to_yaml().encode()
+        storage.write_atomic(storage.join(config.output, "config.yaml"), resolved)
 
 
 def check_output(config: RunConfig) -> None:
@@ -148,7 +153,12 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine."""
+    """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine.
+
+    From here on, SIGTERM ends the process as Ctrl-C does, and soon.
+    """
+    _end_soon_on_sigterm()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(logging_level=logging.ERROR, log_to_driver=True, include_dashboard=False)
+    _end_soon_on_sigterm()  # Ray has a handler of its own.

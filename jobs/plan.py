@@ -14,8 +14,7 @@ import torch
 
 from jobs.cli import parse_run
 from jobs.folders import naming_output
-from jobs.generate import check_output, start_ray
-from pipeline import storage
+from jobs.generate import check_output, find_inputs, start_ray, write_config
 from pipeline.admission import Admission, load_tokenizer, tokenizer_digest
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
@@ -23,7 +22,6 @@ from pipeline.graph import write_plan
 from pipeline.lease import Lease
 from pipeline.plan import Plan
 from pipeline.plan_report import PlanReport, estimate_seconds, report_plan
-from pipeline.sources import find_sources
 from quant.architecture import Architecture, read_architecture
 from quant.checkpoint import open_checkpoint
 from quant.convert import num_bytes
@@ -44,7 +42,7 @@ def plan(arguments: Sequence[str]) -> int:
     """
     config = parse_run(arguments)
     started = time.monotonic()
-    sources = find_sources(config.input)
+    uris = find_inputs(config)
     with naming_output(config.output):
         check_output(config)
     folder = find_checkpoint(config.model).resolve()
@@ -56,11 +54,9 @@ def plan(arguments: Sequence[str]) -> int:
             stack.enter_context(Lease(config.output))
         stack.callback(ray.shutdown)
         start_ray()
-        with naming_output(config.output):
-            resolved = config.to_yaml().encode()
-            storage.write_atomic(storage.join(config.output, "config.yaml"), resolved)
+        write_config(config)
         origin = {"tokenizer": tokenizer_digest(tokenizer)}
-        made = write_plan(config, sources.uris, admission, origin)
+        made = write_plan(config, uris, admission, origin)
         stores = {
             node["NodeManagerHostname"]: int(node["Resources"].get("object_store_memory", 0))
             for node in ray.nodes()

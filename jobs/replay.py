@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from jobs.cli import say
-from jobs.weights import load_pieces
+from jobs.weights import prepare_pieces
 from pipeline.admission import load_tokenizer, tokenizer_digest
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig, engine_config
@@ -83,7 +83,7 @@ def _generate(state: State, requests: Sequence[Request]) -> Answers:
     recipe = recipe_digest(checkpoint, config.quant, texts)
     origin = {"weights": weights_digest(config.quant, recipe)}
     plan.check_origin(origin | {"tokenizer": tokenizer_digest(tokenizer)})
-    pieces = load_pieces(checkpoint, config.quant, tokenizer)
+    pieces = prepare_pieces(checkpoint, config.quant, texts, recipe)
     use_threads(os.cpu_count() or 1, in_kernels=config.quant.precision in ("w8a8", "bf16"))
     max_len = max(2, plan.max_total_tokens)
     backend = build_backend(config.quant.precision, config.cluster.device)

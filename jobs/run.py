@@ -23,7 +23,7 @@ from pipeline.parts import PartReport, Provenance
 from pipeline.plan import Plan, first_refusal
 from pipeline.schema import schema_to_json
 from pipeline.shard_worker import GenerateSettings
-from pipeline.summary import Summary, read_summary, sum_reports, write_summary
+from pipeline.summary import Summary, describe_drafts, read_summary, sum_reports, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.compressed import read_report
 from quant.config import QuantConfig
@@ -167,12 +167,7 @@ def _generate(
 
 def format_summary(summary: dict[str, Any]) -> str:
     """The run in a few lines for people."""
-    length, rate = summary["mean_acceptance_length"], summary["draft_acceptance_rate"]
-    drafts = (
-        f"{length:.2f} tokens per drafted step, {rate:.0%} of the drafted tokens accepted"
-        if length is not None and rate is not None
-        else "none drafted"
-    )
+    drafts = describe_drafts(summary["mean_acceptance_length"], summary["draft_acceptance_rate"])
     run = summary["this_run"]
     lines = {
         "rows": f"{summary['num_rows']} ({summary['num_samples']} samples, "

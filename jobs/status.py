@@ -7,6 +7,7 @@ from typing import Any
 
 from jobs.folders import naming_output
 from pipeline.inspection import State, read_state
+from pipeline.summary import describe_drafts
 
 
 def status(arguments: Sequence[str]) -> int:
@@ -40,6 +41,7 @@ def describe(state: State) -> dict[str, Any]:
 def format_state(output: str, state: State) -> str:
     """The state in a few lines for people."""
     done = state.summary
+    stats = done.stats
     if state.plan is None:
         progress = "not planned yet"
     else:
@@ -50,20 +52,12 @@ def format_state(output: str, state: State) -> str:
         "rows": progress,
         "samples": f"{done.num_samples:,}, {done.num_errors:,} of them failed",
         "tokens": f"{done.num_input_tokens:,} in, {done.num_generated_tokens:,} out",
-        "drafts": _format_drafts(state),
+        "drafts": describe_drafts(stats.mean_acceptance_length, stats.draft_acceptance_rate),
         "run": _format_run(state),
     }
     if state.damaged:
         lines["damaged"] = "; ".join(state.damaged)
     return "\n".join(f"{key:>8}  {value}" for key, value in lines.items())
-
-
-def _format_drafts(state: State) -> str:
-    stats = state.summary.stats
-    length, rate = stats.mean_acceptance_length, stats.draft_acceptance_rate
-    if length is None or rate is None:
-        return "none drafted"
-    return f"{length:.2f} tokens per drafted step, {rate:.0%} of the drafted tokens accepted"
 
 
 def _format_run(state: State) -> str:

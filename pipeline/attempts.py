@@ -9,6 +9,7 @@ Deaths are those of a run's workers: where the run itself was ended, nothing is 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline import storage
 
@@ -23,7 +24,6 @@ class Attempts:
         number: of tries, this one included.
         deaths: of workers, while the row was under way.
         alone: rows that were under way alone when a worker died.
-        running: rows under way.
     """
 
     uri: str
@@ -31,7 +31,6 @@ class Attempts:
     number: int = 0
     deaths: dict[int, int] = field(default_factory=dict)
     alone: set[int] = field(default_factory=set)
-    running: list[int] = field(default_factory=list)
 
     @classmethod
     def begin(cls, output: str, shard: str, run: str, *, forgive: bool = False) -> "Attempts":
@@ -59,24 +58,22 @@ class Attempts:
 
     def start(self, rows: Sequence[int]) -> None:
         """Write down that these rows are under way, and no others."""
-        self.running = list(rows)
         content = {
             "attempt": self.number,
             "run": self.run,
-            "running": self.running,
+            "running": list(rows),
             "deaths": sorted(self.deaths.items()),
             "alone": sorted(self.alone),
         }
         storage.write_atomic(self.uri, json.dumps(content).encode())
 
-    def _recall(self, known: dict[str, object], *, forgive: bool) -> None:
-        self.number = int(str(known["attempt"]))
-        if forgive and known.get("run") != self.run:
+    def _recall(self, known: dict[str, Any], *, forgive: bool) -> None:
+        self.number = known["attempt"]
+        if forgive and known["run"] != self.run:
             return
-        self.deaths = dict(known.get("deaths") or [])  # type: ignore[call-overload]
-        self.alone = set(known.get("alone") or [])  # type: ignore[call-overload]
-        running = list(known.get("running") or [])  # type: ignore[call-overload]
-        if known.get("run") == self.run:
+        self.deaths, self.alone = dict(known["deaths"]), set(known["alone"])
+        if known["run"] == self.run:
+            running: list[int] = known["running"]
             for row in running:
                 self.deaths[row] = self.deaths.get(row, 0) + 1
             if len(running) == 1:

@@ -3,20 +3,32 @@
 from pydantic import ValidationError
 
 
-class InputError(ValueError):
+class EndOfRunError(Exception):
+    """What ends a command with one line, and with this exit code."""
+
+    exit_code = 1
+
+
+class InputError(EndOfRunError, ValueError):
     """Bad configuration or input; the message names the file, the row or the key."""
 
-
-class InterruptedRunError(Exception):
-    """A run that ends before it is done and can be gone on with (exit code 4)."""
+    exit_code = 2
 
 
-class TooManyErrorsError(Exception):
-    """More rows fail than may (exit code 3)."""
+class InterruptedRunError(EndOfRunError):
+    """A run that ends before it is done and can be gone on with."""
+
+    exit_code = 4
 
 
-class WorkerLostError(Exception):
-    """Workers died and were started again as often as they may be (exit code 1)."""
+class TooManyErrorsError(EndOfRunError):
+    """More rows fail than may."""
+
+    exit_code = 3
+
+
+class WorkerLostError(EndOfRunError):
+    """Workers died and were started again as often as they may be."""
 
 
 class DamagedPartError(Exception):

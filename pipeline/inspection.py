@@ -91,27 +91,30 @@ def check_output(output: str, config: RunConfig, plan: Plan) -> Iterator[Finding
     What is not there yet is no finding. The manifest is written anew.
     """
     manifest = Manifest(output)
-    known = {shard.name: manifest.get(shard.name) for shard in plan.shards}
     there = list_parts(output)
     yield from _check_strangers(output, plan, there)
     schema = output_schema(plan.carried)
+    reports: dict[str, PartReport] = {}
     for shard in plan.shards:
+        if (known := manifest.get(shard.name)) is not None and shard.name in there:
+            reports[shard.name] = known  # Of a part that is damaged too: the next look must see it.
         if wrong := check_shard(output, shard):
             yield Finding(wrong, shard_uri(output, shard.name))
         elif shard.name in there:
+            uri = part_uri(output, shard.name)
             try:
                 table, content = read_part(output, shard.name)
             except DamagedPartError as error:
-                yield Finding(str(error), part_uri(output, shard.name))
+                yield Finding(str(error), uri)
                 continue
             wrong = _check_part(table, schema, shard, output, config.sampling)
-            before = known[shard.name]
-            if not wrong and before is not None and before != report_of(shard.name, table, content):
-                wrong = "it is not the file that was committed"
+            if not wrong:
+                report = report_of(shard.name, table, content)
+                if reports.setdefault(shard.name, report) != report:
+                    wrong = "it is not the file that was committed"
             if wrong:
-                uri = part_uri(output, shard.name)
                 yield Finding(f"{uri}: {wrong}", uri)
-    manifest.find_parts(shard.name for shard in plan.shards)
+    manifest.keep(reports)
     manifest.save()
 
 

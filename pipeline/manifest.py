@@ -50,6 +50,10 @@ class Manifest:
         self._reports = dict(found)
         return found, damaged
 
+    def keep(self, reports: dict[str, PartReport]) -> None:
+        """Hold these reports and no others."""
+        self._reports = dict(reports)
+
     def get(self, shard: str) -> PartReport | None:
         """What is known of a part."""
         return self._reports.get(shard)

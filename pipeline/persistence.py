@@ -40,8 +40,9 @@ def persist(action: Callable[[], T]) -> T:
 
 def _may_pass(error: OSError) -> bool:
     """Whether a call that failed like this may do better in a moment."""
-    lasting = is_missing(error) or error.errno in _LASTING
-    return not lasting and not any(sign in str(error) for sign in _LASTING_SIGNS)
+    if error.errno is not None:
+        return not is_missing(error) and error.errno not in _LASTING
+    return not is_missing(error) and not any(sign in str(error) for sign in _LASTING_SIGNS)
 
 
 @contextmanager
@@ -56,8 +57,11 @@ def as_os_error() -> Iterator[None]:
 
 
 def is_missing(error: OSError) -> bool:
-    """Whether an error says that there is no such object."""
-    if isinstance(error, FileNotFoundError):
-        return True
+    """Whether an error says that there is no such object.
+
+    The system's errors say so by their number: a path may have "404" in it.
+    """
+    if isinstance(error, FileNotFoundError) or error.errno is not None:
+        return isinstance(error, FileNotFoundError)
     text = str(error)
     return any(sign in text for sign in ("NoSuchKey", "404", "Not Found", "does not exist"))

@@ -90,6 +90,13 @@ def sum_reports(reports: Iterable[PartReport]) -> Summary:
     return functools.reduce(Summary.add, reports, Summary())
 
 
+def describe_drafts(length: float | None, rate: float | None) -> str:
+    """What drafting came to, for people: mean acceptance length and draft acceptance rate."""
+    if length is None or rate is None:
+        return "none drafted"
+    return f"{length:.2f} tokens per drafted step, {rate:.0%} of the drafted tokens accepted"
+
+
 def read_summary(output: str) -> dict[str, Any]:
     """What OUT/summary.json says; empty if there is none."""
     content = storage.read_bytes(storage.join(output, "summary.json"))
