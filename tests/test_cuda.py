@@ -1,19 +1,23 @@
 """The CUDA backend: on the CPU, where torch's operators do the same, and on a GPU where there is one."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant.int8 import max_activation_code, pack
 from tests.fakes import TINY, make_engine, make_pieces, make_requests, one_thread  # noqa: F401
 from tests.reference import reference_answer
-from workers.backend import LinearWeights, StepBatch
+from workers.backend import Forward, KVCache, LinearWeights, StepBatch
 from workers.budget import DraftBudget
 from workers.build import build_proposer
 from workers.config import EngineConfig
 from workers.cuda import CudaBackend
+from workers.cuda_graphs import PassGraphs
 from workers.model import TargetModel
 from workers.step_times import StepTimes
 from workers.torch_backend import TorchBackend
@@ -125,3 +129,100 @@ def test_working_precision_answers_nearly_alike(device: str) -> None:
             logits.append(model.forward(batch, model.new_cache(1, 12)).double().cpu())
     error = (logits[0] - logits[1]).norm() / logits[1].norm()
     assert error < 0.1
+
+
+class Tape(TorchDispatchMode):
+    """A recording as CUDA makes them, on any device: the same operators on the same memory again.
+
+    What would make the host wait for a result cannot be recorded, nor what has no fixed shape.
+    """
+
+    num_recorded = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func.overloadpacket in {
+            aten.item,
+            aten._local_scalar_dense,
+            aten.nonzero,
+            aten._unique2,
+        }:
+            raise RuntimeError(f"{func} makes the host wait")
+        result = func(*args, **(kwargs or {}))
+        self._operators.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self._operators:
+            for old, new in zip(_tensors(result), _tensors(func(*args, **kwargs)), strict=True):
+                old.copy_(new)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    found = result if isinstance(result, list | tuple) else [result]
+    return [item for item in found if isinstance(item, torch.Tensor)]
+
+
+def record(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    with Tape() as tape:
+        result = run()
+    Tape.num_recorded += 1
+
+    def replay() -> torch.Tensor:
+        tape.replay()
+        return result
+
+    return replay
+
+
+class GraphBackend(CudaBackend):
+    """Small passes recorded, where there is no GPU to do so."""
+
+    def launcher(self, forward: Forward) -> Forward:
+        return PassGraphs(forward, self.device, record)
+
+
+def test_recorded_passes_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that come, grow past a length and go; batches of every size; drafts."""
+    monkeypatch.setattr(Tape, "num_recorded", 0)
+    pieces = make_pieces("w8a8")
+    model = TargetModel(TINY, pieces, GraphBackend(torch.float64, "cpu"), max_len=128)
+    plain = make_model("cpu")
+    wanted = [
+        *make_requests(temperature=0.0, max_tokens=70),
+        *make_requests(temperature=1.0, max_tokens=70),
+    ]
+    expected = [reference_answer(plain, r, 100).token_ids for r in wanted]
+    proposers = build_proposer(EngineConfig())
+    engine = make_engine(model, proposers, 3, 16, 100, 5, None)
+    found = {id(c.request): c.token_ids for c in engine.generate(wanted)}
+    assert [found[id(r)] for r in wanted] == expected
+    assert 2 <= Tape.num_recorded <= 6, "few sizes, each recorded once"
+
+
+def test_passes_too_large_or_not_recordable_run_as_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = CudaBackend(torch.float64, "cpu")
+    calls = []
+
+    def forward(batch: StepBatch, cache: KVCache) -> torch.Tensor:
+        calls.append(len(batch.token_ids))
+        return torch.tensor([float(batch.positions.max())])
+
+    cache = backend.new_cache(TINY, 2, 4096)
+    launch = PassGraphs(forward, backend.device, record)
+    for num_tokens, first in [(65, 0), (64, 3000), (3, 0)]:
+        column = torch.arange(num_tokens)
+        batch = StepBatch(column, torch.zeros_like(column), column + first, column[-1:])
+        assert launch(batch, cache).item() == first + num_tokens - 1
+    assert calls == [65, 64, 8, 3], "the last was to be recorded, and could not be"
+    assert "passes are not recorded as CUDA graphs" in caplog.text
+    launch(batch, cache)
+    assert calls[-1] == 3

@@ -9,6 +9,7 @@ J width of a fused projection, L positions of a cache row, R rows of the cache.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -80,7 +81,7 @@ class Heads:
         return 2 * self.cos.shape[1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCache:
     """Keys and values [layers, R, G, L, D] of every row; how much of a row counts is not its affair.
 
@@ -137,6 +138,11 @@ class StepBatch:
         return StepBatch(*(column.to(device) for column in columns))
 
     @cached_property
+    def longest(self) -> int:
+        """Positions of the longest row, those of this pass included."""
+        return int(self.positions.max()) + 1
+
+    @cached_property
     def windows(self) -> list[torch.Tensor]:
         """The tokens by row: for each number n of tokens that rows have, [rows, n] indices of tokens."""
         of_row: defaultdict[int, list[int]] = defaultdict(list)
@@ -146,6 +152,9 @@ class StepBatch:
         for tokens in of_row.values():
             of_length[len(tokens)].append(tokens)
         return [torch.tensor(group, device=self.rows.device) for group in of_length.values()]
+
+
+Forward = Callable[[StepBatch, KVCache], torch.Tensor]
 
 
 class Attention(Protocol):
@@ -176,4 +185,8 @@ class Backend(Protocol):
 
     def new_cache(self, architecture: Architecture, num_rows: int, max_len: int) -> KVCache:
         """Allocate a cache; pages are touched only as rows grow."""
+        ...
+
+    def launcher(self, forward: Forward) -> Forward:
+        """How a model's pass, given batches of any device, is best run on this one."""
         ...

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from quant.int8 import MAX_CODE
-from workers.backend import Attention, Heads, Linear, LinearWeights, StepBatch
+from workers.backend import Attention, Forward, Heads, Linear, LinearWeights, StepBatch
+from workers.cuda_graphs import CudaGraphs, PassGraphs
 from workers.torch_backend import TorchAttention, TorchBackend, TorchLinear
 
 _LEAST_ROWS = 32  # torch._int_mm wants more than 16 on CUDA.
@@ -35,6 +36,12 @@ class CudaBackend(TorchBackend):
     def attention(self, heads: Heads) -> Attention:
         """Prepare a layer's attention."""
         return _GroupedAttention(heads)
+
+    def launcher(self, forward: Forward) -> Forward:
+        """The pass, recorded as CUDA graphs where it is small."""
+        if self.device.type != "cuda":
+            return super().launcher(forward)
+        return PassGraphs(forward, self.device, CudaGraphs())
 
 
 class _Int8Linear(TorchLinear):
@@ -78,7 +85,12 @@ class _GroupedAttention(TorchAttention):
         for tokens_Rn in batch.windows:
             rows_R = batch.rows[tokens_Rn[:, 0]]
             out_THD[tokens_Rn] = self._attend_rows(
-                q_THD[tokens_Rn], batch.positions[tokens_Rn], rows_R, keys_RGLD, values_RGLD
+                q_THD[tokens_Rn],
+                batch.positions[tokens_Rn],
+                rows_R,
+                keys_RGLD,
+                values_RGLD,
+                batch.longest,
             )
         return out_THD
 
@@ -89,8 +101,8 @@ class _GroupedAttention(TorchAttention):
         rows_R: torch.Tensor,
         keys_RGLD: torch.Tensor,
         values_RGLD: torch.Tensor,
+        longest: int,
     ) -> torch.Tensor:
-        longest = int(positions_Rn.max()) + 1
         length = min(-(-longest // _BLOCK_L) * _BLOCK_L, keys_RGLD.shape[2])
         k_RGLD, v_RGLD = keys_RGLD[rows_R, :, :length], values_RGLD[rows_R, :, :length]
         at_L = torch.arange(length, device=q_RnHD.device)

@@ -62,6 +62,7 @@ class TargetModel:
         cos, sin = (
             table.to(backend.device, backend.dtype) for table in rotary_table(architecture, max_len)
         )
+        self._launch = backend.launcher(self._pass)
         self._layers = [
             _Layer(
                 input_norm=_tensor(piece, "input_norm", backend),
@@ -95,8 +96,10 @@ class TargetModel:
         Returns:
             Logits [n, V] of the tokens `batch.logit_indices` names, in the backend's dtype.
         """
+        return self._launch(batch, cache)
+
+    def _pass(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         eps = self.architecture.norm_eps
-        batch = batch.to(self.backend.device)
         x_TC = self._embed(batch.token_ids)
         for layer in self._layers:
             qkv_TJ = layer.qkv.of_norm(x_TC, layer.input_norm, eps)

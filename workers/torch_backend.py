@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from quant.architecture import Architecture
 from quant.decoder import rms_norm, rotate
 from quant.int8 import quantize_rows, unpack
-from workers.backend import Attention, Heads, KVCache, Linear, LinearWeights, StepBatch
+from workers.backend import Attention, Forward, Heads, KVCache, Linear, LinearWeights, StepBatch
 
 
 class TorchBackend:
@@ -18,7 +18,7 @@ class TorchBackend:
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # With its number.
 
     def linear(self, weights: LinearWeights) -> Linear:
         """Prepare a linear; int8 products are summed exactly (in float64)."""
@@ -34,6 +34,10 @@ class TorchBackend:
         shape = (a.num_layers, num_rows, a.num_kv_heads, max_len, a.head_dim)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return KVCache(keys, values)
+
+    def launcher(self, forward: Forward) -> Forward:
+        """The pass as it is, on the device."""
+        return lambda batch, cache: forward(batch.to(self.device), cache)
 
 
 class TorchLinear:
