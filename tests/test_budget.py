@@ -192,14 +192,36 @@ class TestSteps:
         for index in range(200):
             noise = 0.5 if index % 2 else -0.5
             budget.observe_step(4, 8, float(COMPUTE_BOUND(8)) + noise, 0.0)
-        assert budget._beyond == pytest.approx(0, abs=0.01)
+        assert budget._beyond.per_row == pytest.approx(0, abs=0.01)
 
     def test_what_few_rows_took_is_not_laid_on_many(self) -> None:
         """A second a step more, however many rows: soon it is known as a second of the larger batch."""
         budget = DraftBudget(COMPUTE_BOUND)
         for num_rows in [1] * 100 + [32] * 100:
             budget.observe_step(num_rows, num_rows, float(COMPUTE_BOUND(num_rows)) + 1.0, 0.0)
-        assert budget._beyond == pytest.approx(1 / 32, rel=0.05)
+        assert budget._beyond.per_row == pytest.approx(1 / 32, rel=0.05)
+
+    def test_what_drafted_tokens_take_is_laid_to_them(self) -> None:
+        """Where it goes with their number; else to the rows."""
+        rng = np.random.default_rng(0)
+        for per_row, per_draft in [(0.5, 0.0), (0.2, 0.3), (0.0, 0.0)]:
+            budget = DraftBudget(COMPUTE_BOUND)
+            for _ in range(400):
+                num_rows, num_drafted = rng.integers(4, 9), rng.integers(0, 8)
+                seconds = float(COMPUTE_BOUND(num_rows + num_drafted)) + rng.normal(0, 0.05)
+                seconds += per_row * num_rows + per_draft * num_drafted
+                budget.observe_step(num_rows, num_rows + num_drafted, seconds, 0.0)
+            assert budget._beyond.per_row == pytest.approx(per_row, abs=0.1)
+            assert budget._beyond.per_draft == pytest.approx(per_draft, abs=0.1)
+
+    def test_drafts_that_take_more_than_measured_become_fewer(self) -> None:
+        times = StepTimes((1, 64), (10.0, 14.0))
+        few, many = (taught(times, [True, True, False], 1) for _ in range(2))
+        for num_drafted in [0, 8] * 50:
+            measured = float(times(4 + num_drafted))
+            many.observe_step(4, 4 + num_drafted, measured, 0.0)
+            few.observe_step(4, 4 + num_drafted, measured + 2.0 * num_drafted, 0.0)
+        assert sum(few.choose(self.ROWS, 0, 1)) < sum(many.choose(self.ROWS, 0, 1))
 
     @staticmethod
     def steps_until(budget: DraftBudget, rows: Sequence[Candidate], *, paused: bool) -> int:

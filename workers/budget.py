@@ -33,6 +33,7 @@ _SHARED_ALIKE = 0.6
 # that drafts bring to their ends at different times leave a batch that is not full.
 _COUNTED = 0.85
 _LEARNED = 1 / 16  # Share of a new step in what is learned about steps.
+_DOUBT = 1.0  # Of drafted tokens, squared: how slowly seconds are laid to them.
 _MARGIN = 2.0  # Gains are estimates, and chosen for being large.
 _WINDOW = 8  # Steps after which what drafts gained is held against what proposing them cost.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 256  # Steps without drafts where that was more.
@@ -71,6 +72,33 @@ def _bucket(confidence: Confidence) -> int:
     return length * len(_SHARES) + bisect_right(_SHARES, confidence.share) - 1
 
 
+class _Beyond:
+    """What steps take beyond the measured times, for attention over long rows above all.
+
+    It is laid to the rows and to the drafted tokens of the steps by least squares over those of late; to
+    rows alone, until there is reason to think otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._squares = np.array([[1.0, 0.0], [0.0, _DOUBT]])
+        self._products = np.zeros(2)
+        self._fit()
+
+    def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
+        """Learn from a step that took so many seconds more than the times say."""
+        counts = np.array([num_rows, num_drafted], np.float64)
+        self._squares += (np.outer(counts, counts) - self._squares) * _LEARNED
+        self._products += (counts * seconds - self._products) * _LEARNED
+        self._fit()
+
+    def _fit(self) -> None:
+        (rr, rd), (_, dd) = self._squares
+        r, d = self._products
+        # The seconds of each, none below zero.
+        self.per_draft = max((d * rr - r * rd) / (rr * (dd + _DOUBT) - rd * rd), 0.0)
+        self.per_row = max((r - self.per_draft * rd) / rr, 0.0)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A decoding row before a step.
@@ -93,8 +121,7 @@ class DraftBudget:
         self._times = times
         self._rates = AcceptanceRates()
         self._num_tokens, self._num_ends = 200.0, 1.0
-        # Means of what steps took beyond what `times` say, and of their rows.
-        self._seconds_beyond, self._rows_beyond = 0.0, 1.0
+        self._beyond = _Beyond()
         # Of a window: steps with proposals, the seconds drafts save there, and what proposing them takes.
         self._num_proposed, self._gain, self._cost = 0, 0.0, 0.0
         # Steps yet to do without proposals, and how many the next pause has.
@@ -104,11 +131,6 @@ class DraftBudget:
     def is_paused(self) -> bool:
         """Whether proposing costs more than it gains, as far as known: the next step can do without."""
         return self._num_paused > 0
-
-    @property
-    def _beyond(self) -> float:
-        """Seconds of a step, for each of its rows, beyond what the step times say."""
-        return max(self._seconds_beyond / self._rows_beyond, 0.0)
 
     def observe(self, draft: Draft, token_ids: Sequence[int], *, ended: bool) -> None:
         """Learn what came (`token_ids`) where `draft` had been proposed, and whether the answer ended
@@ -130,8 +152,7 @@ class DraftBudget:
             seconds_drafting: to propose and to choose.
         """
         beyond = seconds - float(self._times(num_tokens))
-        self._seconds_beyond += (beyond - self._seconds_beyond) * _LEARNED
-        self._rows_beyond += (num_rows - self._rows_beyond) * _LEARNED
+        self._beyond.observe(num_rows, num_tokens - num_rows, beyond)
         if self.is_paused:
             self._num_paused -= 1
             return
@@ -163,7 +184,9 @@ class DraftBudget:
         if not len(owners):
             return [0] * len(rows)
         num_rows = len(rows)
-        costs_k = self._times(num_rows + np.arange(len(owners) + 1)) + self._beyond * num_rows
+        costs_k = self._times(num_rows + np.arange(len(owners) + 1))
+        costs_k += self._beyond.per_row * num_rows
+        costs_k += self._beyond.per_draft * np.arange(len(costs_k))
         best_k = np.concatenate([[0.0], np.sort(chances)[::-1].cumsum()])
         seconds_per_token = float(np.min(costs_k / (num_rows + best_k)))
         if num_waiting:
@@ -207,9 +230,9 @@ class DraftBudget:
         at = np.linspace(0, left_B1.max(), _INTERVALS + 1)
         there = np.where(at < left_B1, (1 - rate_B1) ** at, 0.0)  # Chance that a row is not over.
         sizes = there.sum(axis=0)
-        cheaper = -np.diff(self._times(sizes) + self._beyond * sizes)
+        cheaper = -np.diff(self._times(sizes) + self._beyond.per_row * sizes)
         ending = -np.diff(there, axis=1)
         worth_B = (ending * (cheaper / np.maximum(ending.sum(axis=0), 1e-12))).sum(axis=1)
-        alike = float(self._times(len(rows))) / len(rows) + self._beyond
+        alike = float(self._times(len(rows))) / len(rows) + self._beyond.per_row
         result: np.ndarray = _SHARED_ALIKE * alike + (1 - _SHARED_ALIKE) * worth_B
         return result
