@@ -50,6 +50,7 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "data.system_prompt": "system-prompt",
     "data.chat": "chat",
     "data.too_long": "too-long",
+    "data.share_duplicates": "share-duplicates",
 }
 _LISTS = {"input", "evaluate", "precisions", "drafts", "batch_sizes", "temperatures"}
 

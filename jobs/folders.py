@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, InterruptedRunError
 from pipeline.storage import is_local, is_writable
 
 
@@ -29,3 +29,15 @@ def naming_output(output: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"output {output}: cannot be used ({error})") from error
+
+
+@contextmanager
+def going_on(output: str) -> Iterator[None]:
+    """Say in one line that an output could be used, and cannot any more: a disk that is full."""
+    try:
+        yield
+    except OSError as error:
+        raise InterruptedRunError(
+            f"output {output}: cannot be used ({error}); what is done stays, and the same command goes "
+            "on once that is mended"
+        ) from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from jobs.cli import parse_run, say
-from jobs.folders import naming_output
+from jobs.folders import going_on, naming_output
 from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
@@ -64,7 +64,8 @@ def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool
         write_config(config)
         from jobs.run import run
 
-        return run(config, uris, model, lease, started, retry=retry)
+        with going_on(config.output):
+            return run(config, uris, model, lease, started, retry=retry)
 
 
 def _end_soon_on_sigterm() -> None:

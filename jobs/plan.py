@@ -13,7 +13,7 @@ import ray
 import torch
 
 from jobs.cli import parse_run
-from jobs.folders import naming_output
+from jobs.folders import going_on, naming_output
 from jobs.generate import check_output, find_inputs, start_ray, write_config
 from pipeline.admission import Admission, load_tokenizer, tokenizer_digest
 from pipeline.calibration import read_calibration
@@ -39,6 +39,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     Raises:
         InputError, CheckpointError: bad input.
+        TooManyErrorsError: `generate` would not run it.
     """
     config = parse_run(arguments)
     started = time.monotonic()
@@ -56,17 +57,15 @@ def plan(arguments: Sequence[str]) -> int:
         start_ray()
         write_config(config)
         origin = {"tokenizer": tokenizer_digest(tokenizer)}
-        made = write_plan(config, uris, admission, origin)
-        stores = {
-            node["NodeManagerHostname"]: int(node["Resources"].get("object_store_memory", 0))
-            for node in ray.nodes()
-            if node["Alive"]
-        }
+        with going_on(config.output):
+            made = write_plan(config, uris, admission, origin)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
     report = report_plan(made, config.output, config.sampling, limit)
     print(format_report(config, made, report, tokenizer))
-    print(f" weights  {format_weights(config, architecture, stores)}")
+    print(f" weights  {format_weights(config, architecture, nodes)}")
     print(f"   speed  {format_estimate(config, report, folder, tokenizer)}")
     print(f"  output  {config.output}, planned in {time.monotonic() - started:.0f} s")
+    made.check_refused(config.output, config.max_error_rate)
     return 0
 
 
@@ -78,7 +77,8 @@ def format_report(config: RunConfig, plan: Plan, report: PlanReport, tokenizer: 
         "rows": f"{report.num_rows:,} of {len(plan.sources)} sources, in {len(plan.shards):,} shards",
         "refused": refused,
         "cut": f"{report.num_truncated:,} prompts (--too-long {config.data.too_long})",
-        "repeated": f"{report.num_duplicates:,} rows have the prompt of an earlier one",
+        "repeated": f"{report.num_duplicates:,} rows have the prompt of an earlier one"
+        + (f"; {report.num_shared:,} share its answers" if config.data.share_duplicates else ""),
         "samples": f"{report.num_samples:,}",
         "tokens": f"{report.num_input_tokens:,} in, at most {report.max_output_tokens:,} out",
     }
@@ -103,16 +103,27 @@ def format_histogram(lengths: np.ndarray) -> str:
     return "\n".join(lines)
 
 
-def format_weights(config: RunConfig, architecture: Architecture, stores: dict[str, int]) -> str:
-    """What the weights take on each node, against its object store."""
+def format_weights(
+    config: RunConfig, architecture: Architecture, nodes: Sequence[dict[str, Any]]
+) -> str:
+    """What the weights take on each node, against its object store and its memory (Ray's records)."""
     needed = num_bytes(architecture, config.quant)
-    nodes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(stores.items()))
-    verdict = "" if config.cluster.weights == "file" else f"; object stores: {nodes}"
-    if verdict and any(needed > STORE_SHARE * size for size in stores.values()):
-        verdict += (
-            ": too small (start Ray with a larger --object-store-memory, or --cluster.weights file)"
-        )
-    return f"{needed / 2**30:.2f} GiB on each node{verdict}"
+    in_store, lines = config.cluster.weights == "object_store", []
+    for node in nodes:
+        store = int(node["Resources"].get("object_store_memory", 0))
+        memory = int(node["Resources"].get("memory", 0))
+        line = f"{node['NodeManagerHostname']} has {memory / 2**30:.2f} GiB of memory"
+        if in_store:
+            line += f", {store / 2**30:.2f} in its object store"
+            if needed > STORE_SHARE * store:
+                line += (
+                    ": too little (start Ray with a larger --object-store-memory, or "
+                    "--cluster.weights file)"
+                )
+        elif needed > memory:
+            line += ": too little, they would be read from disk all the time"
+        lines.append(line)
+    return f"{needed / 2**30:.2f} GiB on each node; " + "; ".join(sorted(set(lines)))
 
 
 def format_estimate(config: RunConfig, report: PlanReport, folder: Path, tokenizer: Any) -> str:

@@ -15,12 +15,12 @@ from pipeline import failpoints, storage
 from pipeline.admission import Admission, load_tokenizer, tokenizer_digest
 from pipeline.calibration import read_calibration
 from pipeline.config import RunConfig
-from pipeline.errors import TooManyErrorsError
-from pipeline.graph import run_shards, write_plan
+from pipeline.graph import write_plan
 from pipeline.lease import Lease
 from pipeline.manifest import Manifest, has_failed_rows
 from pipeline.parts import PartReport, Provenance
-from pipeline.plan import Plan, first_refusal
+from pipeline.plan import Plan
+from pipeline.pool import WorkerPool
 from pipeline.schema import schema_to_json
 from pipeline.shard_worker import GenerateSettings
 from pipeline.summary import Summary, describe_drafts, read_summary, sum_reports, write_summary
@@ -125,19 +125,8 @@ def _make_plan(config: RunConfig, uris: Sequence[str], model: Model, weights: We
     plan = write_plan(config, uris, admission, origin)
     for uri in plan.changed_sources():
         say(f"{uri}: has changed since it was planned; what was planned stays")
-    _check_refused(config, plan)
+    plan.check_refused(config.output, config.max_error_rate)
     return plan
-
-
-def _check_refused(config: RunConfig, plan: Plan) -> None:
-    """Raise TooManyErrorsError if so many rows cannot run that the rest is not worth it."""
-    num_refused = sum(shard.num_refused for shard in plan.shards)
-    if num_refused > config.max_error_rate * plan.num_rows:
-        first = first_refusal(plan, config.output)
-        raise TooManyErrorsError(
-            f"{num_refused} of {plan.num_rows} rows cannot run, more than --max-error-rate "
-            f"{config.max_error_rate} allows; the first: {first}"
-        )
 
 
 def _exit_code(config: RunConfig, plan: Plan, total: Summary) -> int:
@@ -159,7 +148,7 @@ def _generate(
     if not pending:
         return
     try:
-        yield from run_shards(pending, weights, settings, config)
+        yield from WorkerPool(weights, settings, config.cluster).run(pending)
     except Exception:
         weights.wait()  # Workers start while the conversion runs: if it failed, its error is the one.
         raise
@@ -169,9 +158,10 @@ def format_summary(summary: dict[str, Any]) -> str:
     """The run in a few lines for people."""
     drafts = describe_drafts(summary["mean_acceptance_length"], summary["draft_acceptance_rate"])
     run = summary["this_run"]
+    shared = f", {summary['num_shared']} shared" if summary["num_shared"] else ""
     lines = {
         "rows": f"{summary['num_rows']} ({summary['num_samples']} samples, "
-        f"{summary['num_errors']} errors)",
+        f"{summary['num_errors']} errors{shared})",
         "tokens": f"{summary['num_input_tokens']} in, {summary['num_generated_tokens']} out",
         "drafts": drafts,
         "speed": f"{run['tokens_per_second']:.0f} tokens/s over {run['generation_seconds']:.1f} s"

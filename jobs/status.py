@@ -41,6 +41,7 @@ def describe(state: State) -> dict[str, Any]:
 def format_state(output: str, state: State) -> str:
     """The state in a few lines for people."""
     done = state.summary
+    shared = f", {done.num_shared:,} shared" if done.num_shared else ""
     stats = done.stats
     if state.plan is None:
         progress = "not planned yet"
@@ -50,7 +51,7 @@ def format_state(output: str, state: State) -> str:
     lines = {
         "output": output,
         "rows": progress,
-        "samples": f"{done.num_samples:,}, {done.num_errors:,} of them failed",
+        "samples": f"{done.num_samples:,}, {done.num_errors:,} of them failed{shared}",
         "tokens": f"{done.num_input_tokens:,} in, {done.num_generated_tokens:,} out",
         "drafts": describe_drafts(stats.mean_acceptance_length, stats.draft_acceptance_rate),
         "run": _format_run(state),

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pipeline.config import DataConfig
 from pipeline.errors import InputError, Refusal, describe
 from pipeline.readers import RawRow
+from pipeline.requests import digest_prompt
 from pipeline.templates import PromptTemplate
 from workers.config import SamplingParams
 
@@ -25,7 +26,8 @@ class AdmittedRow:
     """A row of the plan. Exactly one of `prompt_token_ids` and `error` is set.
 
     `raw` is what the file has where that cannot run, `num_truncated_tokens` how many tokens were cut from
-    the prompt.
+    the prompt. `prompt_digest`, and where the first row with the same is, if another is: see
+    `pipeline.duplicates`.
     """
 
     source: str
@@ -38,6 +40,9 @@ class AdmittedRow:
     error_type: str | None = None
     error: str | None = None
     raw: str | None = None
+    prompt_digest: bytes | None = None
+    first_shard: str | None = None
+    first_row: int | None = None
     num_truncated_tokens: int = 0
     carried: dict[str, Any] = field(default_factory=dict)
     max_total_tokens: int = 0
@@ -81,6 +86,7 @@ class Admission:
         self._tokenizer = tokenizer
         data = data or DataConfig()
         self._template, self._too_long = PromptTemplate(data), data.too_long
+        self._share_duplicates = data.share_duplicates
         self._defaults = defaults.model_dump(mode="json")
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -141,6 +147,8 @@ class Admission:
                 f"{self._max_model_len}",
             )
         admitted.prompt_token_ids = tokens
+        if self._share_duplicates:
+            admitted.prompt_digest = digest_prompt(tokens, params[0])
         admitted.max_total_tokens = min(len(tokens) + params[1].max_tokens, self._max_model_len)
 
     def _truncate(self, tokens: list[int], max_tokens: int) -> list[int]:

@@ -38,7 +38,14 @@ class Attempts:
         attempts = cls(storage.join(output, "attempts", f"{shard}.json"), run)
         content = storage.read_bytes(attempts.uri)
         if content is not None:
-            attempts._recall(json.loads(content), forgive=forgive)
+            try:
+                attempts._recall(json.loads(content), forgive=forgive)
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+            ):  # Damaged: it takes more deaths to know again.
+                attempts = cls(attempts.uri, run, number=1)
         attempts.number += 1
         return attempts
 

@@ -42,6 +42,11 @@ class DataConfig(BaseModel):
         description="Prompts that leave no room for an answer: refused; or cut, so that max_tokens fit "
         "(or half of max_model_len), at the beginning or at the end.",
     )
+    share_duplicates: bool = Field(
+        False,
+        description="Rows with the prompt and the parameters of an earlier row get its answers; else "
+        "they are generated like all, with a seed of their own.",
+    )
     rows_per_shard: int = Field(
         256,
         ge=1,

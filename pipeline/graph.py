@@ -1,4 +1,4 @@
-"""The Ray Data graphs: sources to plan shards, and plan shards to committed parts.
+"""The Ray Data graph: sources to prompt shards.
 
 What travels between processes is small: names of shards and what became of them. Rows go from file to
 file.
@@ -6,31 +6,22 @@ file.
 
 import json
 import logging
-import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, DataContext, Dataset
-from ray.exceptions import ActorDiedError
-from ray.util.annotations import RayDeprecationWarning
+from ray.data import DataContext, Dataset
 
-from pipeline import failpoints
 from pipeline.admission import Admission
 from pipeline.config import RunConfig
-from pipeline.errors import InputError, InterruptedRunError, WorkerLostError
-from pipeline.parts import PartReport, list_parts
+from pipeline.duplicates import point_to_firsts
+from pipeline.errors import InputError
+from pipeline.parts import list_parts
 from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.schema import schema_from_json
-from pipeline.shard_worker import GenerateSettings, ShardWorker
 from pipeline.shards import Shard, SourceGroup, missing_shards, write_groups
-from quant.store import WeightsRef
-from workers.actor import worker_environment
-
-_LOGS = "/tmp/ray/session_latest/logs, on each node"
 
 
 def write_plan(
@@ -61,8 +52,17 @@ def write_plan(
             known.save(config.output)
         return known
     plan = assemble(_write_shards(groups, config, admission), config.output, sources, origin, known)
+    before = {shard.name for shard in known.shards} if known else set()
+    plan = _point(plan, config, {shard.name for shard in plan.shards} - before)
     plan.save(config.output)
     return plan
+
+
+def _point(plan: Plan, config: RunConfig, written: set[str]) -> Plan:
+    """Where rows share answers, say in the shards just written whose."""
+    if not config.data.share_duplicates:
+        return plan
+    return replace(plan, shards=point_to_firsts(plan.shards, config.output, written))
 
 
 def _mend(plan: Plan, config: RunConfig, admission: Admission) -> Plan:
@@ -72,6 +72,7 @@ def _mend(plan: Plan, config: RunConfig, admission: Admission) -> Plan:
         return plan
     groups = plan.groups_of(lost, config.data.limit)
     plan = plan.with_mended(shard for shard, _ in _write_shards(groups, config, admission))
+    plan = _point(plan, config, {shard.name for shard in lost})
     plan.save(config.output)
     return plan
 
@@ -95,59 +96,11 @@ def _write_shards(
         num_cpus=0.5,
     )
     for row in _rows(written):
-        if row["error"]:
-            raise InputError(row["error"])
+        if row["bad_input"]:
+            raise InputError(row["bad_input"])
+        if row["bad_storage"]:
+            raise OSError(row["bad_storage"])
         yield Shard(**json.loads(row["shard"])), schema_from_json(row["schema"])
-
-
-def run_shards(
-    shards: list[str], weights: WeightsRef, settings: GenerateSettings, config: RunConfig
-) -> Iterator[PartReport]:
-    """Generate and commit shards on an actor pool; yields a report per committed shard.
-
-    `weights` must stay alive until the iterator is exhausted.
-
-    Raises:
-        InterruptedRunError: the output cannot be read or written any more.
-        WorkerLostError: a worker's process died, and was started again as often as it may be.
-    """
-    _quiet()
-    cluster, threads = config.cluster, settings.worker.num_threads
-    dataset = ray.data.from_items(
-        [{"shard": shard} for shard in shards], override_num_blocks=len(shards)
-    )
-    with warnings.catch_warnings():
-        # Ray Data means to drop `max_restarts`, and has nothing yet in its place.
-        warnings.simplefilter("ignore", RayDeprecationWarning)
-        committed = dataset.map_batches(
-            ShardWorker,
-            fn_constructor_args=([weights], settings),
-            batch_size=1,
-            compute=ActorPoolStrategy(
-                size=min(cluster.num_workers, len(shards)),
-                max_tasks_in_flight_per_actor=cluster.shards_per_worker,
-                max_concurrent_calls_per_actor=cluster.shards_per_worker,
-            ),
-            # Half a CPU is left to the conversion task, should its pieces have to be made again.
-            num_cpus=threads - 0.5,
-            num_gpus=1 if cluster.device == "cuda" else None,
-            runtime_env={"env_vars": worker_environment(threads) | _failpoint()},
-            max_restarts=cluster.max_restarts,
-        )
-    try:
-        for row in _rows(committed):
-            if row["error"]:
-                raise InterruptedRunError(
-                    f"output {config.output}: cannot be used ({row['error']}); what is done stays, and "
-                    "the same command goes on once that is mended"
-                )
-            yield PartReport.from_dict(json.loads(row["report"]))
-    except ActorDiedError as error:
-        times = cluster.max_restarts + 1
-        raise WorkerLostError(
-            f"a worker's process died {times} times, more than --cluster.max_restarts allows; what it "
-            f"said last is in Ray's logs ({_LOGS}); what is done stays, and the same command goes on"
-        ) from error
 
 
 def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
@@ -157,12 +110,6 @@ def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     )
     for table in tables:
         yield from table.to_pylist()
-
-
-def _failpoint() -> dict[str, str]:
-    """What a test has set here counts in the workers, too."""
-    wanted = os.environ.get(failpoints.VARIABLE)
-    return {failpoints.VARIABLE: wanted} if wanted else {}
 
 
 def _quiet() -> None:

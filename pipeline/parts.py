@@ -33,7 +33,8 @@ class Provenance:
 class PartReport:
     """What one part adds up to; times are seconds since the epoch.
 
-    `sha256` is of the file's bytes, `schema` of its schema.
+    `sha256` is of the file's bytes, `schema` of its schema. `num_shared` samples are the answers of other
+    rows, which tokens and statistics do not count again.
     """
 
     shard: str
@@ -43,6 +44,7 @@ class PartReport:
     num_rows: int
     num_samples: int
     num_errors: int
+    num_shared: int
     num_input_tokens: int
     num_generated_tokens: int
     stats: AcceptanceStats
@@ -79,8 +81,15 @@ def commit_part(
     plan: pa.Table,
     schema: pa.Schema,
     provenance: Provenance,
+    *,
+    is_first: bool = False,
 ) -> PartReport:
-    """Write a shard's part: rows are (index in the plan's shard, our columns), in the shard's order."""
+    """Write a shard's part: rows are (index in the plan's shard, our columns), in the shard's order.
+
+    Where it is the first try, there is nothing of an earlier one to be removed.
+    """
+    keys = {(row["id"], row["sample_idx"]) for _, row in rows}
+    assert len(keys) == len(rows), f"shard {shard}: a sample twice"
     table = output_table([row for _, row in rows], plan, [index for index, _ in rows], schema)
     metadata = footer(
         {
@@ -91,7 +100,8 @@ def commit_part(
         }
     )
     content = to_parquet(table.replace_schema_metadata(metadata))
-    _write_errors(output, shard, table, [index for index, _ in rows], plan)
+    indices = [index for index, _ in rows]
+    _write_errors(output, shard, table, indices, plan, may_be_there=not is_first)
     storage.write_atomic(part_uri(output, shard), content)
     failpoints.reach("part-placed", shard)
     return report_of(shard, table, content)
@@ -103,13 +113,20 @@ def errors_uri(output: str, shard: str) -> str:
 
 
 def _write_errors(
-    output: str, shard: str, table: pa.Table, indices: Sequence[int], plan: pa.Table
+    output: str,
+    shard: str,
+    table: pa.Table,
+    indices: Sequence[int],
+    plan: pa.Table,
+    *,
+    may_be_there: bool,
 ) -> None:
     """Write the failed rows as the plan has them, with what went wrong; no file where none failed."""
     failed = [i for i, reason in enumerate(table["finish_reason"].to_pylist()) if reason == "error"]
     uri = errors_uri(output, shard)
     if not failed:
-        storage.remove(uri)
+        if may_be_there:
+            storage.remove(uri)
         return
     rows = plan.take(pa.array([indices[i] for i in failed], pa.int64()))
     for name in ("sample_idx", "error_type", "error"):
@@ -158,6 +175,7 @@ def read_report(output: str, shard: str) -> PartReport:
 
 _REPORTED = (
     "id",
+    "answer_of",
     "finish_reason",
     "num_input_tokens",
     "num_generated_tokens",
@@ -172,8 +190,9 @@ _REPORTED = (
 def report_of(shard: str, table: pa.Table, content: bytes) -> PartReport:
     """What a part of these rows, in a file of this content, adds up to."""
     rows = table.select(list(_REPORTED)).to_pylist()
+    own = [row for row in rows if row["answer_of"] is None]
     stats = AcceptanceStats()
-    for row in rows:
+    for row in own:
         if row["acceptance_histogram"] is not None:
             histogram = tuple(row["acceptance_histogram"])
             stats += AcceptanceStats(row["num_steps"], row["num_draft_tokens"], histogram)
@@ -186,10 +205,14 @@ def report_of(shard: str, table: pa.Table, content: bytes) -> PartReport:
         num_rows=len({row["id"] for row in rows}),
         num_samples=len(rows),
         num_errors=sum(row["finish_reason"] == "error" for row in rows),
-        num_input_tokens=sum(row["num_input_tokens"] or 0 for row in rows),
-        num_generated_tokens=sum(row["num_generated_tokens"] or 0 for row in rows),
+        num_shared=len(rows) - len(own),
+        num_input_tokens=sum(row["num_input_tokens"] or 0 for row in own),
+        num_generated_tokens=sum(row["num_generated_tokens"] or 0 for row in own),
         stats=stats,
-        started_at=min(end - (row["time_taken"] or 0) for end, row in zip(ends, rows, strict=True)),
+        started_at=min(
+            end - (0 if row["answer_of"] else row["time_taken"] or 0)
+            for end, row in zip(ends, rows, strict=True)
+        ),
         finished_at=max(ends),
     )
 
@@ -242,6 +265,17 @@ def dead_rows(
     }
     row = _row(plan_row, common) | reason
     return [row | {"sample_idx": r.sample_idx, "seed": r.seed} for r in requests]
+
+
+def shared_row(answer: dict[str, Any], plan_row: dict[str, Any]) -> dict[str, Any]:
+    """The answer of another row, as that of this one."""
+    return answer | {
+        "id": plan_row["id"],
+        "prompt": plan_row["prompt"],
+        "messages": plan_row["messages"],
+        "answer_of": answer["answer_of"] or answer["id"],
+        "finished_at": datetime.now(UTC),
+    }
 
 
 def _row(plan_row: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 import pyarrow as pa
 
 from pipeline import failpoints, storage
-from pipeline.errors import InputError
+from pipeline.errors import InputError, TooManyErrorsError
 from pipeline.schema import CARRIED, schema_from_json, schema_to_json, unify_carried
 from pipeline.shards import Shard, SourceGroup, read_shard
 from pipeline.sources import locate, source_bytes
@@ -74,6 +74,19 @@ class Plan:
             raise InputError(
                 f"the output was made with something else ({'; '.join(differing)}); choose another folder"
             )
+
+    def check_refused(self, output: str, max_error_rate: float) -> None:
+        """Raise TooManyErrorsError if so many rows cannot run that the rest is not worth it."""
+        num_refused = sum(shard.num_refused for shard in self.shards)
+        if num_refused > max_error_rate * self.num_rows:
+            raise TooManyErrorsError(
+                f"{num_refused} of {self.num_rows} rows cannot run, more than --max-error-rate "
+                f"{max_error_rate} allows; the first: {self._first_refusal(output)}"
+            )
+
+    def _first_refusal(self, output: str) -> str:
+        name = next(shard.name for shard in self.shards if shard.num_refused)
+        return str(read_shard(output, name, ["error"]).column("error").drop_null()[0])
 
     def groups_of(self, shards: Sequence[Shard], limit: int | None) -> list[SourceGroup]:
         """What must be read to write these shards again."""
@@ -190,15 +203,6 @@ def assemble(
         raise InputError("the input holds no rows")
     _check_ids(plan, output)
     return plan
-
-
-def first_refusal(plan: Plan, output: str) -> str:
-    """Why the first row that cannot run cannot; empty if all can."""
-    for shard in plan.shards:
-        if shard.num_refused:
-            errors = read_shard(output, shard.name, ["error"]).column("error").drop_null()
-            return str(errors[0])
-    return ""
 
 
 def _within(known: pa.Schema, added: pa.Schema) -> pa.Schema:

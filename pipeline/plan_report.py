@@ -14,7 +14,8 @@ from pipeline.shards import read_shard
 from workers.config import SamplingParams
 from workers.step_times import StepTimes
 
-_COLUMNS = ["prompt_token_ids", "sampling_params", "error_type", "error", "num_truncated_tokens"]
+_COLUMNS = ["prompt_token_ids", "sampling_params", "error_type", "error"]
+_COLUMNS += ["num_truncated_tokens", "prompt_digest"]
 
 
 @dataclass
@@ -26,8 +27,9 @@ class PlanReport:
         refusals: rows that cannot run, by kind; `first_refusal` is the reason of the first.
         num_truncated: rows whose prompt was cut.
         num_duplicates: rows whose prompt another row before them has, token by token.
+        num_shared: rows that get their answers from another.
         num_samples: answers that will be made.
-        num_input_tokens: of the prompts that can run.
+        num_input_tokens: of the prompts that will be run.
         max_output_tokens: if every answer were as long as it may be.
         lengths: [n] tokens of each prompt that can run.
         first_prompt: token ids of the first prompt that can run.
@@ -38,6 +40,7 @@ class PlanReport:
     first_refusal: str = ""
     num_truncated: int = 0
     num_duplicates: int = 0
+    num_shared: int = 0
     num_samples: int = 0
     num_input_tokens: int = 0
     max_output_tokens: int = 0
@@ -49,7 +52,7 @@ def report_plan(
     plan: Plan, output: str, defaults: SamplingParams, max_model_len: int
 ) -> PlanReport:
     """Read the prompt shards, one at a time."""
-    report, seen = PlanReport(), set[int]()
+    report, seen = PlanReport(), _Seen()
     lengths: list[np.ndarray] = []
     for shard in plan.shards:
         table = read_shard(output, shard.name, _COLUMNS)
@@ -59,19 +62,43 @@ def report_plan(
         report.num_truncated += int(np.count_nonzero(runs["num_truncated_tokens"].to_numpy()))
         prompts = _prompts(runs)
         lengths.append(np.array([len(prompt) for prompt in prompts], np.int64))
-        for prompt, params in zip(prompts, runs["sampling_params"].to_pylist(), strict=True):
-            merged = merge_params({"sampling_params": params}, defaults)
+        own = runs.select(["sampling_params", "prompt_digest"]).to_pylist()
+        for prompt, row in zip(prompts, own, strict=True):
+            report.num_duplicates += seen.prompt(prompt)
+            if seen.digest(row["prompt_digest"]):
+                report.num_shared += 1
+                continue
+            merged = merge_params(row, defaults)
             report.num_samples += merged.n
+            report.num_input_tokens += len(prompt)
             room = min(merged.max_tokens, max_model_len - len(prompt))
             report.max_output_tokens += merged.n * room
-            key = hash(prompt.tobytes())
-            report.num_duplicates += key in seen
-            seen.add(key)
         if len(prompts) and not report.first_prompt:
             report.first_prompt = tuple(int(i) for i in prompts[0])
     report.lengths = np.concatenate(lengths) if lengths else report.lengths
-    report.num_input_tokens = int(report.lengths.sum())
     return report
+
+
+class _Seen:
+    """What occurred before: prompts, and what rows share their answers by."""
+
+    def __init__(self) -> None:
+        self._prompts = set[int]()
+        self._digests = set[bytes]()
+
+    def prompt(self, token_ids: np.ndarray) -> bool:
+        key = hash(token_ids.tobytes())
+        known = key in self._prompts
+        self._prompts.add(key)
+        return known
+
+    def digest(self, digest: bytes | None) -> bool:
+        """Never of a row that shares nothing."""
+        if digest is None:
+            return False
+        known = digest in self._digests
+        self._digests.add(digest)
+        return known
 
 
 def estimate_seconds(

@@ -2,16 +2,20 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from workers.config import SamplingParams
 from workers.request import Request
 
 
 def build_requests(row: dict[str, Any], defaults: SamplingParams, run_seed: int) -> list[Request]:
-    """The n requests of an admitted plan row."""
+    """The n requests of an admitted plan row; rows that share answers have one seed."""
     params = merge_params(row, defaults)
-    seed = params.seed if params.seed is not None else derive_seed(run_seed, row["id"])
+    named = row["prompt_digest"].hex() if row["prompt_digest"] else row["id"]
+    seed = params.seed if params.seed is not None else derive_seed(run_seed, named)
     prompt = tuple(row["prompt_token_ids"])
     return [Request(row["id"], prompt, params, seed, sample_idx) for sample_idx in range(params.n)]
 
@@ -29,7 +33,14 @@ def merge_params(row: dict[str, Any], defaults: SamplingParams) -> SamplingParam
     return SamplingParams.model_validate_json(merged)
 
 
-def derive_seed(run_seed: int, row_id: str) -> int:
+def digest_prompt(token_ids: Sequence[int], params: dict[str, Any]) -> bytes:
+    """Name a prompt and a row's own parameters (128 bits): rows that share them can share answers."""
+    digest = hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16)
+    digest.update(json.dumps(params, sort_keys=True).encode())
+    return digest.digest()
+
+
+def derive_seed(run_seed: int, name: str) -> int:
     """A row's seed (63 bits) from the run's seed and its id, so that equal prompts differ by row."""
-    digest = hashlib.sha256(f"{run_seed}:{row_id}".encode()).digest()
+    digest = hashlib.sha256(f"{run_seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1

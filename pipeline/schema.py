@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 
 from pipeline.admission import AdmittedRow
 from pipeline.errors import InputError
+from pipeline.sources import locate
 
 CARRIED = "carried."  # Prefix of carried columns inside the plan.
 
@@ -35,6 +37,9 @@ PLAN_SCHEMA = pa.schema(
         ("error_type", pa.string()),
         ("error", pa.string()),
         ("raw", pa.string()),
+        ("prompt_digest", pa.binary(16)),
+        ("first_shard", pa.string()),
+        ("first_row", pa.int32()),
         pa.field("num_truncated_tokens", pa.int32(), nullable=False),
     ]
 )
@@ -55,6 +60,7 @@ OUTPUT_SCHEMA = pa.schema(
         ("logprobs", pa.list_(_LOGPROB)),
         ("error", pa.string()),
         ("error_type", pa.string()),
+        ("answer_of", pa.string()),
         ("attempt", pa.int32()),
         ("model", pa.string()),
         ("seed", pa.int64()),
@@ -88,11 +94,27 @@ def plan_table(rows: Sequence[AdmittedRow], types: Mapping[str, pa.DataType]) ->
             array = pa.array(values, type=types.get(name))
         except (pa.ArrowException, OverflowError) as error:
             raise InputError(
-                f"{rows[0].source}: column {name!r} cannot be carried through: its values do not "
-                f"share a type Parquet knows ({error})"
+                f"{locate(*_first_misfit(rows, values, types.get(name)))}: column {name!r} cannot be "
+                f"carried through: its values do not share a type Parquet knows ({error})"
             ) from error
         table = table.append_column(CARRIED + name, array)
     return table
+
+
+def _first_misfit(
+    rows: Sequence[AdmittedRow], values: list[Any], kind: pa.DataType | None
+) -> tuple[str, int]:
+    """The source and the row of the first value that has no type in common with those before it."""
+
+    def fits(count: int) -> bool:
+        try:
+            pa.array(values[:count], type=kind)
+        except (pa.ArrowException, OverflowError):
+            return False
+        return True
+
+    first = bisect_left(range(len(rows)), True, key=lambda i: not fits(i + 1))
+    return rows[first].source, rows[first].row
 
 
 def _without_empty_objects(value: Any) -> Any:

@@ -1,20 +1,22 @@
 """A stateful worker: one engine, several shards at once, parts committed as they finish."""
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from pipeline import failpoints
 from pipeline.attempts import Attempts
+from pipeline.duplicates import Duplicates, find_answers
 from pipeline.errors import DamagedPartError
+from pipeline.floor import Floor
 from pipeline.parts import (
     PartReport,
     Provenance,
@@ -23,6 +25,7 @@ from pipeline.parts import (
     dead_rows,
     read_part,
     refused_row,
+    shared_row,
 )
 from pipeline.requests import build_requests
 from pipeline.schema import OUTPUT_SCHEMA, PLAN_SCHEMA, output_schema, schema_from_json
@@ -66,15 +69,29 @@ class _Task:
     attempts: Attempts
     answered: list[tuple[int, dict[str, Any]]]
     common: dict[str, Any]
+    duplicates: Duplicates
 
-    def todo(self) -> list[int]:
+    def unanswered(self) -> list[int]:
         """The rows without an answer."""
         done = {index for index, _ in self.answered}
         return [index for index in range(len(self.rows)) if index not in done]
 
+    def todo(self) -> list[int]:
+        """Those of them that are to be generated here, as far as known."""
+        return self.duplicates.generated(self.unanswered())
+
+    def share(self) -> None:
+        """Give the rows that are left the answers of the shard's rows that they equal."""
+        of_first = defaultdict(list)
+        for index, answer in self.answered:
+            of_first[index].append(answer)
+        for index in self.unanswered():
+            for answer in of_first[self.duplicates.firsts[index]]:
+                self.answered.append((index, shared_row(answer, self.rows[index])))
+
 
 class ShardWorker:
-    """Answers shards by their names: a callable for Ray Data's actor pool."""
+    """Answers shards by their names: an actor of `pipeline.pool`."""
 
     def __init__(self, weights: Sequence[WeightsRef], settings: GenerateSettings) -> None:
         """Start building the engine; returns at once."""
@@ -83,37 +100,23 @@ class ShardWorker:
         self._worker = Worker(build, settings.worker.device)
         self._schema = output_schema(schema_from_json(settings.carried))
         self._turn = asyncio.Lock()
-        self._floor = _Floor()
+        self._floor = Floor()
+        self._ended: dict[str, asyncio.Event] = {}
 
-    async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, list[Any]]]:
-        """Yield a report (JSON) for each shard named in the column `shard`, once its part is in place.
+    async def run(self, shard: str) -> PartReport:
+        """Answer every row of a shard and commit its part; raises OSError if storage fails for good."""
+        with self._under_way(shard):
+            return await self._answer_shard(shard)
 
-        Storage that fails for good is a value, `error`, as Ray would bury its exception.
-        """
-        for shard in batch["shard"]:
-            try:
-                report = await self._run_shard(str(shard))
-            except OSError as error:
-                yield {"report": [""], "error": [str(error)]}
-            else:
-                yield {"report": [json.dumps(asdict(report))], "error": [""]}
-
-    async def _run_shard(self, shard: str) -> PartReport:
-        """Answer every row of a shard and commit its part."""
+    async def _answer_shard(self, shard: str) -> PartReport:
         async with self._turn:  # Shards enter the engine's queue in the order they came.
             task = await asyncio.to_thread(self._open, shard)
-            trusted, *groups = task.attempts.groups(task.todo())
-            await asyncio.to_thread(task.attempts.start, trusted)
-            await self._floor.enter()
-            completions = self._submit(task, trusted)
-        try:
-            await self._collect(task, completions)
-        finally:
-            await self._floor.leave()
-        for group in groups:
-            async with self._floor.alone():
-                await asyncio.to_thread(task.attempts.start, group)
-                await self._collect(task, self._submit(task, group))
+            begun = await self._begin(task)
+        await self._finish(task, *begun)
+        if task.duplicates.elsewhere:
+            await self._look_elsewhere(task)
+            await self._finish(task, *await self._begin(task))  # What was not found.
+        task.share()
         await asyncio.to_thread(task.attempts.start, [])
         task.answered.sort(key=lambda item: (item[0], item[1]["sample_idx"]))
         settings = self._settings
@@ -125,7 +128,57 @@ class ShardWorker:
             task.plan,
             self._schema,
             settings.provenance,
+            is_first=task.attempts.number == 1 and not settings.retry,
         )
+
+    async def _begin(self, task: _Task) -> tuple[AsyncIterator[Completion], list[list[int]]]:
+        """Give the engine the rows that nothing is known against; they, and groups of the others."""
+        trusted, *groups = task.attempts.groups(task.todo())
+        await asyncio.to_thread(task.attempts.start, trusted)
+        await self._floor.enter()
+        return self._submit(task, trusted), groups
+
+    async def _finish(
+        self, task: _Task, completions: AsyncIterator[Completion], groups: list[list[int]]
+    ) -> None:
+        """Take in what was begun, then try the groups, one at a time."""
+        try:
+            await self._collect(task, completions)
+        finally:
+            await self._floor.leave()
+        for group in groups:
+            async with self._floor.alone():
+                await asyncio.to_thread(task.attempts.start, group)
+                await self._collect(task, self._submit(task, group))
+
+    async def _look_elsewhere(self, task: _Task) -> None:
+        """Take answers over from other shards' parts, as far as they are there.
+
+        Those that this worker is making are waited for. They come earlier in the plan, so that no two
+        wait for each other.
+        """
+        left = set(task.unanswered())
+        for shard, rows in task.duplicates.elsewhere.items():
+            wanted = {row: index for row, index in rows.items() if index in left}
+            if not wanted:
+                continue
+            if (ended := self._ended.get(shard)) is not None:
+                await ended.wait()
+            find = partial(find_answers, self._settings.output, shard, wanted.keys())
+            found = await asyncio.to_thread(find, failed=not self._settings.retry)
+            for row, answers in found.items():
+                index = wanted[row]
+                task.answered.extend((index, shared_row(a, task.rows[index])) for a in answers)
+        task.duplicates.elsewhere.clear()
+
+    @contextmanager
+    def _under_way(self, shard: str) -> Iterator[None]:
+        """Let others know when a shard's part is in place, or will not be."""
+        self._ended[shard] = asyncio.Event()
+        try:
+            yield
+        finally:
+            self._ended.pop(shard).set()
 
     def _open(self, shard: str) -> _Task:
         """Read a shard, count the try, and take over what is answered already."""
@@ -144,8 +197,9 @@ class ShardWorker:
         for index, row in enumerate(rows):
             if row["error"] is not None and index not in kept:
                 answered.append((index, refused_row(row, common)))
-        task = _Task(shard, plan, rows, attempts, answered, common)
-        for i in attempts.condemned(task.todo(), settings.max_attempts_per_row):
+        duplicates = Duplicates.of_rows(rows)
+        task = _Task(shard, plan, rows, attempts, answered, common, duplicates)
+        for i in attempts.condemned(task.unanswered(), settings.max_attempts_per_row):
             dead = dead_rows(self._requests(rows[i]), attempts.deaths[i], rows[i], common)
             answered.extend((i, row) for row in dead)
         return task
@@ -175,43 +229,6 @@ class ShardWorker:
         async for completion in completions:
             index = index_of[completion.request.id]
             task.answered.append((index, answer_row(completion, task.rows[index], task.common)))
-
-
-class _Floor:
-    """Shards share the worker's engine, but for rows that may kill it: these have it alone."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._num_inside = 0
-        self._num_waiting = 0
-        self._is_closed = False
-
-    async def enter(self) -> None:
-        """Share the engine; waits while somebody has it alone, or waits for that."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_closed and not self._num_waiting)
-            self._num_inside += 1
-
-    async def leave(self) -> None:
-        """Be done with what was entered for."""
-        async with self._changed:
-            self._num_inside -= 1
-            self._changed.notify_all()
-
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Have the engine alone."""
-        async with self._changed:
-            self._num_waiting += 1
-            await self._changed.wait_for(lambda: not self._is_closed and not self._num_inside)
-            self._num_waiting -= 1
-            self._is_closed = True
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._is_closed = False
-                self._changed.notify_all()
 
 
 def _starting(build: Callable[[], Engine]) -> Callable[[], Engine]:

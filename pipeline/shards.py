@@ -18,6 +18,7 @@ from pipeline.schema import plan_table, schema_to_json
 from pipeline.sources import column_types, read_rows
 
 _FIRST_SHARD_ROWS = 8
+_WRITTEN = ("shard", "schema", "bad_input", "bad_storage")
 
 
 @dataclass(frozen=True)
@@ -89,26 +90,40 @@ def write_shards(
             yield _describe(shard, chunk, content), table.schema
 
 
+def rewrite_shard(output: str, shard: Shard, columns: dict[str, pa.Array]) -> Shard:
+    """Write a prompt shard again with other values in these columns."""
+    table = read_shard(output, shard.name)
+    for name, values in columns.items():
+        table = table.set_column(table.column_names.index(name), table.schema.field(name), values)
+    content = to_parquet(table)
+    storage.write_atomic(shard_uri(output, shard.name), content)
+    return replace(shard, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
 def write_groups(
     batch: dict[str, np.ndarray], admission: Admission, output: str, rows_per_shard: int
 ) -> dict[str, list[str]]:
     """Write the shards of source groups: a batch function of Ray Data.
 
     Returns:
-        Columns `shard` and `schema` (JSON), and `error`: an unreadable source is a value, as Ray would
-        bury its exception.
+        Columns `shard` and `schema` (JSON), and errors as values, as Ray would bury an exception: of an
+        unreadable source in `bad_input`, of storage in `bad_storage`.
     """
-    columns: dict[str, list[str]] = {"shard": [], "schema": [], "error": []}
+    columns: dict[str, list[str]] = {name: [] for name in _WRITTEN}
     for group in map(SourceGroup.from_json, batch["group"]):
         try:
             for shard, schema in write_shards(group, admission, output, rows_per_shard):
-                columns["shard"].append(json.dumps(asdict(shard)))
-                columns["schema"].append(schema_to_json(schema))
-                columns["error"].append("")
+                _append(columns, shard=json.dumps(asdict(shard)), schema=schema_to_json(schema))
         except InputError as error:
-            for name, value in (("shard", ""), ("schema", ""), ("error", str(error))):
-                columns[name].append(value)
+            _append(columns, bad_input=str(error))
+        except OSError as error:
+            _append(columns, bad_storage=str(error))
     return columns
+
+
+def _append(columns: dict[str, list[str]], **given: str) -> None:
+    for name, values in columns.items():
+        values.append(given.get(name, ""))
 
 
 def read_shard(output: str, name: str, columns: list[str] | None = None) -> pa.Table:

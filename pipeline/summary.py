@@ -19,6 +19,7 @@ class Summary:
     num_rows: int = 0
     num_samples: int = 0
     num_errors: int = 0
+    num_shared: int = 0
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
@@ -32,6 +33,7 @@ class Summary:
             num_rows=self.num_rows + report.num_rows,
             num_samples=self.num_samples + report.num_samples,
             num_errors=self.num_errors + report.num_errors,
+            num_shared=self.num_shared + report.num_shared,
             num_input_tokens=self.num_input_tokens + report.num_input_tokens,
             num_generated_tokens=self.num_generated_tokens + report.num_generated_tokens,
             stats=self.stats + report.stats,
@@ -61,6 +63,7 @@ class Summary:
             "num_rows": self.num_rows,
             "num_samples": self.num_samples,
             "num_errors": self.num_errors,
+            "num_shared": self.num_shared,
             "num_input_tokens": self.num_input_tokens,
             "num_generated_tokens": self.num_generated_tokens,
             "generation_seconds": round(self.seconds, 3),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 from pipeline import storage
 from pipeline.admission import Admission
 from pipeline.config import RunConfig
+from pipeline.duplicates import point_to_firsts
 from pipeline.manifest import Manifest
 from pipeline.parts import Provenance, answer_row, commit_part, refused_row
 from pipeline.plan import Plan, assemble, group_sources, name_sources
@@ -44,6 +46,8 @@ def make_plan(
         group = SourceGroup.from_json(group.to_json())
         written += write_shards(group, admission, str(output), rows_per_shard)
     plan = assemble(written, str(output), sources, {"weights": "w"}, known)
+    added = {shard.name for shard, _ in written}
+    plan = replace(plan, shards=point_to_firsts(plan.shards, str(output), added))
     plan.save(str(output))
     return plan
 

@@ -1,21 +1,22 @@
 """What the pipeline itself costs, with an engine that answers at once: rows per second, memory.
 
-    python -m tests.pipeline_bench MODEL [--rows 200000] [--rows-per-shard 256]
+    python -m tests.pipeline_bench MODEL [--rows 200000] [--rows-per-shard 256] [--shards 2000]
 
 MODEL gives the tokenizer and the chat template. Every row is a chat of one short message. Planning and
-committing run in this process, each on what one Ray task or actor would use.
+committing run in this process, each on what one Ray task or actor would use. Then `generate` is run, with
+MODEL itself, on shards of two rows: what its driver takes, and how long it is when nothing is left to do.
 """
 
 import argparse
 import asyncio
 import json
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-
-import numpy as np
 
 from pipeline import shard_worker
 from pipeline.admission import Admission, load_tokenizer
@@ -99,8 +100,7 @@ def commit(plan: Plan, folder: Path) -> None:
 
         async def lane(shards: list[str]) -> None:
             for shard in shards:
-                async for _ in worker({"shard": np.array([shard])}):
-                    pass
+                await worker.run(shard)
 
         await asyncio.gather(*(lane(names[i::_LANES]) for i in range(_LANES)))
 
@@ -125,6 +125,35 @@ def go_on(folder: Path) -> None:
         print(f"gone on    {time.perf_counter() - started:.2f} s {what}, {len(found):,} parts")
 
 
+def run_all(arguments: argparse.Namespace, folder: Path) -> None:
+    """`generate` as a user runs it, a token a row: what the driver takes, and a second run of it."""
+    source, num_shards = folder / "few.jsonl", arguments.shards
+    with source.open("w", encoding="utf-8") as file:
+        for i in range(2 * num_shards):
+            file.write(json.dumps({"prompt": f"{i}"}) + "\n")
+    output = folder / "run"
+    command = [sys.executable, "-m", "jobs", "generate", "--recipe", "rtn", "--max-tokens", "1"]
+    command += ["--model", arguments.model, "--input", str(source), "--output", str(output)]
+    command += ["--data.rows_per_shard", "2"]
+    for what in ("all", "nothing"):
+        started, memory = time.perf_counter(), {}
+        driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while driver.poll() is None:
+            num_parts = len(list((output / "data").glob("*.parquet")))
+            memory[num_parts * 10 // num_shards] = _memory_of(driver.pid)
+            time.sleep(0.2)
+        seconds = time.perf_counter() - started
+        told = ", ".join(f"{10 * tenth} % {mb:.0f}" for tenth, mb in memory.items())
+        print(
+            f"ran        {seconds:.1f} s, {what} of {num_shards:,} shards to do; driver's MB: {told}"
+        )
+
+
+def _memory_of(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return float(status.partition("VmRSS:")[2].split()[0] if "VmRSS:" in status else 0) / 1024
+
+
 def _memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -134,11 +163,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--rows-per-shard", type=int, default=256)
+    parser.add_argument("--shards", type=int, default=2000, help="of the run through Ray")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         plan = make_plan(arguments, Path(name))
         commit(plan, Path(name))
         go_on(Path(name))
+        run_all(arguments, Path(name))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def leaves(model: Any, prefix: str = "") -> dict[str, Any]:
 # A legal value for each key that differs from its default.
 _OTHER = {
     "seed": 5,
+    "data.share_duplicates": True,
     "sampling.temperature": 0.25,
     "sampling.top_p": 0.5,
     "sampling.top_k": 40,

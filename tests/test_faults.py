@@ -191,6 +191,45 @@ def test_a_disk_that_is_full(
     assert tokens_of(read_rows(fresh)) == tokens_of(read_rows(undisturbed))
 
 
+_ON_A_SMALL_DISK = """
+mount -t tmpfs -o size=200k quasar-test "$DISK" || exit 77
+"$@"; echo "ended with $?"
+mount -o remount,size=50m "$DISK"
+"$@"; echo "ended with $?"
+cp -r "$DISK/out" "$SAVED"
+"""
+
+
+def test_a_disk_that_is_full_in_truth(
+    flags: tuple[Any, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    """A file system of 200 KB, which grows; in a Ray of its own, as others do not see it."""
+    disk, saved = tmp_path / "disk", tmp_path / "saved"
+    disk.mkdir()
+    given = map(str, [*flags, "--output", disk / "out", "--recipe", "rtn"])
+    command = [sys.executable, "-m", "jobs", "generate", *given]
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c", _ON_A_SMALL_DISK, "sh"]
+    done = subprocess.run(
+        [*alone, *command],
+        cwd=ROOT,
+        env=clean_environment(DISK=str(disk), SAVED=str(saved)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"no file system of our own here: {done.stderr}")
+    assert [line for line in done.stdout.splitlines() if "ended with" in line] == [
+        "ended with 4",
+        "ended with 0",
+    ], done.stderr
+    assert "No space left on device" in done.stderr
+    assert "the same command goes on" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert tokens_of(read_rows(saved)) == tokens_of(read_rows(undisturbed))
+
+
 def test_damage_is_found_and_only_that_is_made_again(
     generate: Generate, flags: tuple[Any, ...], undisturbed: Path, tmp_path: Path
 ) -> None:

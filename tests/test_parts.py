@@ -281,10 +281,10 @@ def test_a_report_is_the_sum_of_its_rows(tmp_path: Path) -> None:
 
 def test_a_summary_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     one = PartReport(
-        "a", 99, "s", "c", 3, 4, 1, 9, 60, AcceptanceStats(9, 15, (3, 0, 3)), 100.0, 104.0
+        "a", 99, "s", "c", 3, 4, 1, 1, 9, 60, AcceptanceStats(9, 15, (3, 0, 3)), 100.0, 104.0
     )
     two = PartReport(
-        "b", 99, "s", "c", 2, 2, 0, 7, 40, AcceptanceStats(4, 5, (1, 2, 0, 1)), 102.0, 110.0
+        "b", 99, "s", "c", 2, 2, 0, 2, 7, 40, AcceptanceStats(4, 5, (1, 2, 0, 1)), 102.0, 110.0
     )
     summary = Summary().add(one).add(two)
     write_summary(str(tmp_path), summary, {"model": "m"})
@@ -294,6 +294,7 @@ def test_a_summary_is_the_sum_of_its_parts(tmp_path: Path) -> None:
         "num_rows": 5,
         "num_samples": 6,
         "num_errors": 1,
+        "num_shared": 3,
         "num_input_tokens": 16,
         "num_generated_tokens": 100,
         "generation_seconds": 10.0,
@@ -313,7 +314,7 @@ def test_pauses_are_no_time_of_a_run() -> None:
     spans = [(100.0, 104.0), (110.0, 112.0), (103.0, 105.0), (111.0, 111.5), (104.5, 110.0)]
     summary = Summary()
     for seconds, (start, end) in zip([4, 6, 7, 7, 12], spans, strict=True):
-        report = PartReport("a", 9, "s", "c", 1, 1, 0, 1, 1, AcceptanceStats(), start, end)
+        report = PartReport("a", 9, "s", "c", 1, 1, 0, 0, 1, 1, AcceptanceStats(), start, end)
         summary = summary.add(report)
         assert summary.seconds == seconds
     assert summary.spans == ((100.0, 112.0),)
@@ -433,7 +434,7 @@ def test_an_infinite_log_probability(tmp_path: Path) -> None:
 
 
 def test_requests_know_their_row() -> None:
-    row = {"id": "x", "prompt_token_ids": [1], "sampling_params": None}
+    row = {"id": "x", "prompt_token_ids": [1], "sampling_params": None, "prompt_digest": None}
     assert build_requests(row, SamplingParams(), 3)[0] == Request(
         "x", (1,), SamplingParams(), build_requests(row, SamplingParams(), 3)[0].seed
     )

@@ -4,10 +4,10 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -89,13 +89,9 @@ def run_worker(
 ) -> list[dict[str, Any]] | None:
     """A worker's life: the reports of its shards, asked for at once; None if it died."""
 
-    async def one(worker: ShardWorker, shard: str) -> list[dict[str, Any]]:
-        batches = [batch async for batch in worker({"shard": np.array([shard])})]
-        return [json.loads(report) for batch in batches for report in batch["report"]]
-
     async def main() -> list[dict[str, Any]] | None:
         worker = ShardWorker([None], settings)  # type: ignore[list-item]
-        tasks = [asyncio.create_task(one(worker, shard)) for shard in shards]
+        tasks = [asyncio.create_task(worker.run(shard)) for shard in shards]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0.01)
             if engine.stuck.is_set():
@@ -103,7 +99,7 @@ def run_worker(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 return None
-        return [report for task in tasks for report in task.result()]
+        return [asdict(task.result()) for task in tasks]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_worker, "start_engine", lambda *_: engine)
@@ -230,16 +226,19 @@ def test_storage_that_fails(
     async def main() -> None:
         worker = ShardWorker([None], settings_for(output, plan))  # type: ignore[list-item]
         for shard in plan.shards:
-            async for batch in worker({"shard": np.array([shard.name])}):
-                told.extend(batch["error"])
+            try:
+                await worker.run(shard.name)
+            except OSError as error:
+                told.append(str(error))
 
     monkeypatch.setattr(shard_worker, "start_engine", lambda *_: Engine())
     asyncio.run(asyncio.wait_for(main(), 60))
     if is_told:
+        assert len(told) == 3
         assert all("No space left on device" in error for error in told)
         assert list((output / "data").iterdir()) == []
     else:
-        assert told == ["", "", ""]
+        assert told == []
         monkeypatch.delenv(failpoints.VARIABLE)
         assert sum(len(rows_of(output, shard.name)) for shard in plan.shards) == 42
 
@@ -260,8 +259,7 @@ def test_an_engine_that_starts_at_the_third_try(
 
     async def main() -> None:
         worker = ShardWorker([None], settings_for(output, plan))  # type: ignore[list-item]
-        async for _ in worker({"shard": np.array(["00000-00000"])}):
-            pass
+        await worker.run("00000-00000")
 
     monkeypatch.setattr(shard_worker, "start_engine", lambda *_: Reluctant())
     asyncio.run(asyncio.wait_for(main(), 60))

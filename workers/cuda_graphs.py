@@ -96,6 +96,8 @@ class _RecordedPass:
 class _FixedBatch(StepBatch):
     """A pass's place on the device: what stands in it changes, its shapes do not."""
 
+    _columns: torch.Tensor
+
     def __init__(self, num_tokens: int, length: int, device: torch.device) -> None:
         columns = torch.zeros(4, num_tokens, dtype=torch.int64, device=device)
         super().__init__(*columns)
