@@ -2,6 +2,7 @@
 
 import functools
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,11 +82,12 @@ class Summary:
 def _with_span(
     spans: tuple[tuple[float, float], ...], start: float, end: float
 ) -> tuple[tuple[float, float], ...]:
-    """The spans with one more; those that overlap become one."""
-    apart = [span for span in spans if span[1] < start or span[0] > end]
-    joined = [span for span in spans if span not in apart]
-    start, end = min([start, *(s for s, _ in joined)]), max([end, *(e for _, e in joined)])
-    return tuple(sorted([*apart, (start, end)]))
+    """The spans, apart and in order, with one more; those that overlap become one."""
+    first = bisect_left(spans, start, key=lambda span: span[1])
+    last = bisect_right(spans, end, key=lambda span: span[0])
+    for other in spans[first:last]:
+        start, end = min(start, other[0]), max(end, other[1])
+    return (*spans[:first], (start, end), *spans[last:])
 
 
 def sum_reports(reports: Iterable[PartReport]) -> Summary:
