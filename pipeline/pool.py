@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from pipeline import failpoints
 from pipeline.config import ClusterConfig
@@ -72,6 +72,7 @@ class WorkerPool:
 
         Raises:
             OSError: the output cannot be read or written any more.
+            InputError: a prompt shard is damaged.
             WorkerLostError: a worker's process died, and was started again as often as it may be.
         """
         self._waiting += shards
@@ -129,8 +130,8 @@ class WorkerPool:
                     self._waiting.appendleft(call.shard)
                 if is_current:
                     self._replace(place, error)
-            except OSError as error:
-                raise getattr(error, "cause", error) from error  # What storage said, and no more.
+            except RayTaskError as error:
+                raise error.cause from error  # Without the traceback that Ray puts before it.
             else:
                 if call.shard is None:
                     place.is_ready = True
