@@ -4,13 +4,27 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-_COMMANDS = ("generate", "plan", "status", "verify", "retry", "merge", "quantize", "bench", "demo")
+_COMMANDS = (
+    *(
+        "generate",
+        "plan",
+        "status",
+        "report",
+        "verify",
+        "retry",
+        "merge",
+        "quantize",
+        "bench",
+        "demo",
+    ),
+)
 _USAGE = """usage: python -m jobs COMMAND [options]
 
 commands:
   generate   generate a data set: prompts in, answers with acceptance statistics out
   plan       the first phase of generate by itself: what there is to do, what it takes
   status     how far a run has come, from its output folder alone
+  report     a page with what a run did, or a card for its data set
   verify     check every file of an output; generate some rows again and compare
   retry      try the rows of a run again that failed
   merge      the parts of a run as one data set, in files of a target size

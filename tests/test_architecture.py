@@ -43,6 +43,7 @@ DOORS = {
     "llvmlite": {"workers/tiles.py", "workers/vnni.py", "workers/kernels.py", "workers/actor.py"},
     "safetensors": {"quant/checkpoint.py", "quant/compressed.py"},
     "rich": {"jobs"},
+    "plotly": {"jobs"},
     "yaml": {"jobs", "pipeline/config.py"},
 }
 
