@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from jobs.interruption import EXIT_CODE, end_on_sigterm
+
 _COMMANDS = (
     *(
         "generate",
@@ -59,11 +61,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except DamagedPartError as error:
-        print(f"error: {error}; `verify --repair` sets it aside", file=sys.stderr)
+        told = " ".join(str(error).split())
+        print(f"error: {told}; `verify --repair` sets it aside", file=sys.stderr)
         return 4
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return 4
+        print("interrupted; the same command goes on from here", file=sys.stderr, flush=True)
+        return EXIT_CODE
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
@@ -73,4 +76,5 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     sys.exit(main(sys.argv[1:]))

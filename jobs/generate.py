@@ -2,8 +2,6 @@
 
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ import ray
 
 from jobs.cli import parse_run, say
 from jobs.folders import going_on, naming_output
+from jobs.interruption import end_in_time, end_on_sigterm
 from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
@@ -27,9 +26,6 @@ from quant.hub import find_checkpoint
 
 if TYPE_CHECKING:
     from jobs.run import Model
-
-
-_END_SECONDS = 2.0
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -66,18 +62,6 @@ def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool
 
         with going_on(config.output):
             return run(config, uris, model, lease, started, retry=retry)
-
-
-def _end_soon_on_sigterm() -> None:
-    """As Ctrl-C, and gone in time whatever hangs: Ray's job supervisor kills after three seconds."""
-
-    def end(*_: object) -> None:
-        timer = threading.Timer(_END_SECONDS, os._exit, (4,))
-        timer.daemon = True
-        timer.start()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, end)
 
 
 def find_inputs(config: RunConfig) -> tuple[str, ...]:
@@ -154,12 +138,12 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine.
-
-    From here on, SIGTERM ends the process as Ctrl-C does, and soon.
-    """
-    _end_soon_on_sigterm()
+    """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(logging_level=logging.ERROR, log_to_driver=True, include_dashboard=False)
-    _end_soon_on_sigterm()  # Ray has a handler of its own.
+    try:
+        ray.init(logging_level=logging.ERROR, log_to_driver=True, include_dashboard=False)
+    except SystemExit as end:  # SIGTERM met Ray's own handler.
+        end_in_time()
+        raise KeyboardInterrupt from end
+    end_on_sigterm()  # Ray has put a handler of its own in the place of ours.

@@ -16,7 +16,7 @@ from jobs.cli import say
 from jobs.folders import naming_output
 from pipeline import storage
 from pipeline.errors import DamagedPartError, InputError, InterruptedRunError
-from pipeline.inspection import State, read_state
+from pipeline.inspection import State, check_part, read_state
 from pipeline.parts import part_uri, read_part
 from pipeline.schema import output_schema
 
@@ -51,7 +51,9 @@ def merge(arguments: Sequence[str]) -> int:
             num_rows = _write_parquet(given.into, tables, schema)
         else:
             num_rows = _write_folder(given.into, tables, schema, given.file_bytes)
-    say(f"{num_rows} rows written to {given.into}")
+    left_out = 0 if given.errors else state.summary.num_errors
+    failed = f"; {left_out} failed ones are left out (--errors keeps them)" if left_out else ""
+    say(f"{num_rows} rows written to {given.into}{failed}")
     return 0
 
 
@@ -90,14 +92,17 @@ def _check_target(uri: str) -> None:
 
 
 def _tables(output: str, state: State, *, keep_errors: bool) -> Iterator[pa.Table]:
-    """The rows of the parts, in the order of the plan."""
+    """The rows of the parts, in the order of the plan; raises DamagedPartError."""
     assert state.plan is not None
+    schema = output_schema(state.plan.carried)
     for shard in state.plan.shards:
         if shard.name in state.done:
             table, content = read_part(output, shard.name)
             if hashlib.sha256(content).hexdigest() != state.done[shard.name].sha256:
                 uri = part_uri(output, shard.name)
                 raise DamagedPartError(f"{uri}: is not the file that was committed")
+            if wrong := check_part(table, schema, shard, output, state.config.sampling):
+                raise DamagedPartError(f"{part_uri(output, shard.name)}: {wrong}")
             table = table if keep_errors else table.filter(pc.is_null(table["error"]))
             if len(table):
                 yield table.replace_schema_metadata()

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pipeline.config import RunConfig
+from pipeline.errors import DamagedOutputError
 from pipeline.inspection import read_config
 from pipeline.run_stats import RunStats
 from pipeline.summary import read_summary
@@ -22,7 +23,11 @@ class Facts:
 
 def gather_facts(output: str, stats: RunStats) -> Facts:
     """From the parts; how it was asked for and how the weights were made is told where that is known."""
-    spans, summary, config = stats.spans, read_summary(output), read_config(output)
+    spans, summary = stats.spans, read_summary(output)
+    try:
+        config = read_config(output)
+    except DamagedOutputError:
+        config = None
     names = sorted({footer["model"] for footer in stats.footers if "model" in footer})
     model = ", ".join(names) or str(summary.get("model") or (config and config.model) or "?")
     when = "no answer yet"

@@ -33,7 +33,9 @@ def retry(arguments: Sequence[str]) -> int:
     if state.is_complete and not any(
         has_failed_rows(report, plan.shard(name)) for name, report in state.done.items()
     ):
-        print("no row to try again")
+        num_refused = sum(shard.num_refused for shard in plan.shards)
+        cannot = f" ({num_refused} cannot run as they are)" if num_refused else ""
+        print(f"no row to try again{cannot}")
         return 0
     config = state.config.model_copy(update={"output": given.output})
     return start(config, [uri for uri, _ in plan.sources], started, retry=True)

@@ -124,7 +124,9 @@ def _make_plan(config: RunConfig, uris: Sequence[str], model: Model, weights: We
     origin = {"weights": weights.digest, "tokenizer": tokenizer_digest(model.tokenizer)}
     plan = write_plan(config, uris, admission, origin)
     for uri in plan.changed_sources():
-        say(f"{uri}: has changed since it was planned; what was planned stays")
+        say(
+            f"{uri}: was changed since it was planned (its size or its date); what was planned stays"
+        )
     plan.check_refused(config.output, config.max_error_rate)
     return plan
 

@@ -66,4 +66,4 @@ def _format_run(state: State) -> str:
         return f"in use by {state.holder}"
     if state.is_complete:
         return "complete"
-    return "not running; the command that began it goes on with it"
+    return "not running; `generate` goes on with it, given what it was given before"

@@ -8,6 +8,8 @@ from pipeline import storage
 from pipeline.errors import InputError
 from pipeline.inspection import Finding, check_output, read_state
 from pipeline.lease import Lease
+from pipeline.parts import read_part, write_errors
+from pipeline.shards import read_shard
 
 _TO_MEND = 4  # Exit code: as of a run that was interrupted.
 _TOKENS_DIFFER = 1
@@ -26,7 +28,7 @@ def verify(arguments: Sequence[str]) -> int:
             raise InputError(f"output {given.output}: is not planned yet")
         findings = list(check_output(given.output, state.config, state.plan))
     for finding in findings:
-        print(finding.message)
+        print(" ".join(finding.message.split()))
     if given.repair and findings:
         with naming_output(given.output), Lease(given.output):
             _set_aside(given.output, findings)
@@ -34,6 +36,7 @@ def verify(arguments: Sequence[str]) -> int:
     print(
         f"{len(state.done)} of {len(state.plan.shards)} parts are there, "
         f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
+        + ("; `generate` makes what is missing" if num_pending else "")
     )
     if given.replay:
         from jobs.replay import replay
@@ -75,4 +78,8 @@ def _set_aside(output: str, findings: Sequence[Finding]) -> None:
         if finding.uri is not None and storage.exists(finding.uri):
             name = finding.uri.rpartition("/")[2]
             storage.move(finding.uri, storage.join(output, "damaged", name))
-            print(f"moved {name} to {storage.join(output, 'damaged')}; `generate` makes it again")
+            again = "made again" if finding.errors_of else "`generate` makes it again"
+            print(f"moved {name} to {storage.join(output, 'damaged')}; {again}")
+        if finding.errors_of:
+            table, _ = read_part(output, finding.errors_of)
+            write_errors(output, finding.errors_of, table, read_shard(output, finding.errors_of))

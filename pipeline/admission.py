@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import DataConfig
-from pipeline.errors import InputError, Refusal, describe
+from pipeline.errors import InputError, Refusal, describe, kind_of
 from pipeline.readers import RawRow
 from pipeline.requests import digest_prompt
 from pipeline.templates import PromptTemplate
@@ -164,7 +164,7 @@ class Admission:
             return {}, SamplingParams.model_validate(self._defaults)
         if not isinstance(given, dict):
             raise Refusal(
-                "InvalidSamplingParams", f"sampling_params is {_kind(given)}, not an object"
+                "InvalidSamplingParams", f"sampling_params is {kind_of(given)}, not an object"
             )
         own = {k: v for k, v in given.items() if v is not None}  # Parquet fills structs with nulls.
         try:
@@ -192,7 +192,7 @@ class Admission:
         else:
             prompt = columns["prompt"]
             if not isinstance(prompt, str):
-                raise Refusal("InvalidPrompt", f"prompt is {_kind(prompt)}, not a string")
+                raise Refusal("InvalidPrompt", f"prompt is {kind_of(prompt)}, not a string")
             tokens = self._tokenizer(prompt)["input_ids"]
         if not tokens:
             raise Refusal("InvalidPrompt", "the prompt is empty")
@@ -224,7 +224,7 @@ def _has_huge_number(value: Any) -> bool:
 
 def _read_id(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Refusal("InvalidId", f"id is {_kind(value)}, not a string")
+        raise Refusal("InvalidId", f"id is {kind_of(value)}, not a string")
     if value == "":
         raise Refusal("InvalidId", "id is empty")
     return str(value)
@@ -236,14 +236,14 @@ def _check_messages(messages: Any) -> list[dict[str, str]]:
     for index, message in enumerate(messages):
         at = f"messages[{index}]"
         if not isinstance(message, dict):
-            raise Refusal("InvalidMessages", f"{at} is {_kind(message)}, not an object")
+            raise Refusal("InvalidMessages", f"{at} is {kind_of(message)}, not an object")
         role, content = message.get("role"), message.get("content")
         if role not in _ROLES:
             raise Refusal(
                 "InvalidMessages", f"{at}.role is {role!r}, not one of {', '.join(_ROLES)}"
             )
         if not isinstance(content, str):
-            raise Refusal("InvalidMessages", f"{at}.content is {_kind(content)}, not a string")
+            raise Refusal("InvalidMessages", f"{at}.content is {kind_of(content)}, not a string")
         if extra := [
             k for k, v in message.items() if k not in ("role", "content") and v is not None
         ]:
@@ -278,10 +278,6 @@ def _from_openai(columns: dict[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in body:
         body["max_tokens"] = body.pop("max_completion_tokens")
     return row | {"sampling_params": body or None}
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _located(where: str, message: str) -> str:

@@ -1,5 +1,7 @@
 """What ends a run (a configuration or an input that must be mended, an interruption), and a row."""
 
+from typing import Any
+
 from pydantic import ValidationError
 
 
@@ -17,6 +19,12 @@ class InputError(EndOfRunError, ValueError):
 
 class InterruptedRunError(EndOfRunError):
     """A run that ends before it is done and can be gone on with."""
+
+    exit_code = 4
+
+
+class DamagedOutputError(EndOfRunError):
+    """A file of an output that the run cannot do without; the message names it, and what to do."""
 
     exit_code = 4
 
@@ -58,3 +66,11 @@ def describe(error: ValidationError, prefix: str = "") -> str:
             got = "" if isinstance(given, dict) else f" (got {given!r:.80})"
             faults.append(f"{key}: {message}{got}")
     return "; ".join(faults)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for people who expected something else."""
+    if value is None:
+        return "null"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"

@@ -18,7 +18,7 @@ from pipeline.admission import Admission
 from pipeline.config import RunConfig
 from pipeline.duplicates import point_to_firsts
 from pipeline.errors import InputError
-from pipeline.parts import list_parts
+from pipeline.inspection import read_plan
 from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.schema import schema_from_json
 from pipeline.shards import Shard, SourceGroup, missing_shards, write_groups
@@ -34,15 +34,10 @@ def write_plan(
     Raises:
         InputError: a source is unusable, or the plan was made for something else.
     """
-    known = Plan.load(config.output)
+    known = read_plan(config.output)
     if known is not None:
         known.check_origin(origin)
         known = _mend(known, config, admission)
-    elif list_parts(config.output):
-        raise InputError(
-            f"output {config.output}: has parts, and the plan that they belong to (plan/plan.json) is "
-            "lost; choose another folder"
-        )
     sources = name_sources(uris, known.sources if known else ())
     groups = group_sources(sources, config.data.limit, known)
     origin = (known.origin if known else {}) | origin
@@ -71,7 +66,14 @@ def _mend(plan: Plan, config: RunConfig, admission: Admission) -> Plan:
     if not lost:
         return plan
     groups = plan.groups_of(lost, config.data.limit)
-    plan = plan.with_mended(shard for shard, _ in _write_shards(groups, config, admission))
+    mended = [shard for shard, _ in _write_shards(groups, config, admission)]
+    if gone := {shard.name for shard in lost} - {shard.name for shard in mended}:
+        uri = plan.sources[plan.shard(min(gone)).source][0]
+        raise InputError(
+            f"{uri}: is shorter than when it was planned, and the prompt shard {min(gone)} that was made "
+            "of it is lost; put the file back as it was, or choose another output folder"
+        )
+    plan = plan.with_mended(mended)
     plan = _point(plan, config, {shard.name for shard in lost})
     plan.save(config.output)
     return plan

@@ -8,16 +8,26 @@ import pyarrow as pa
 
 from pipeline import storage
 from pipeline.config import RunConfig
-from pipeline.errors import DamagedPartError, InputError
+from pipeline.errors import DamagedOutputError, DamagedPartError, InputError
 from pipeline.lease import Holder, read_holder
 from pipeline.manifest import Manifest
-from pipeline.parts import PartReport, list_parts, part_uri, read_part, report_of
+from pipeline.parts import (
+    PartReport,
+    check_errors,
+    errors_uri,
+    list_parts,
+    part_uri,
+    read_part,
+    report_of,
+)
 from pipeline.plan import Plan
 from pipeline.requests import num_samples
 from pipeline.schema import output_schema, schema_digest
 from pipeline.shards import Shard, check_shard, read_shard, shard_uri
 from pipeline.summary import Summary, sum_reports
 from workers.config import SamplingParams
+
+_REMEDY = "put a copy of it back, or choose another output folder"
 
 
 @dataclass(frozen=True)
@@ -47,28 +57,46 @@ def read_config(output: str) -> RunConfig | None:
     """The configuration that a run left in its output; None if there is none.
 
     Raises:
-        InputError: it is damaged.
+        DamagedOutputError: it is damaged, or lost.
     """
     content = storage.read_bytes(storage.join(output, "config.yaml"))
     if content is None:
+        if storage.exists(storage.join(output, "plan", "plan.json")):
+            raise DamagedOutputError(f"output {output}: config.yaml is lost; {_REMEDY}")
         return None
     try:
         return RunConfig.from_yaml(content)
     except ValueError as error:
-        raise InputError(f"output {output}: config.yaml is damaged ({error})") from error
+        raise DamagedOutputError(f"output {output}: config.yaml is damaged; {_REMEDY}") from error
+
+
+def read_plan(output: str) -> Plan | None:
+    """The plan of an output folder; None if there is none yet.
+
+    Raises:
+        DamagedOutputError: it is damaged, or lost though there are parts that belong to it.
+    """
+    plan = Plan.load(output)
+    if plan is None and list_parts(output):
+        raise DamagedOutputError(
+            f"output {output}: has parts, and the plan that they belong to (plan/plan.json) is lost; "
+            f"{_REMEDY}"
+        )
+    return plan
 
 
 def read_state(output: str) -> State:
     """Look at an output folder.
 
     Raises:
-        InputError: it is none, or its plan is damaged.
+        InputError: it is none.
+        DamagedOutputError: its plan or its configuration is lost or damaged.
         OSError: its storage does not answer.
     """
     config = read_config(output)
     if config is None:
         raise InputError(f"output {output}: no run has begun here (it has no config.yaml)")
-    plan = Plan.load(output)
+    plan = read_plan(output)
     done: dict[str, PartReport] = {}
     damaged: list[str] = []
     if plan is not None:
@@ -79,10 +107,15 @@ def read_state(output: str) -> State:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as promised; `uri` is the file to make again, None if none is to blame."""
+    """Something that is not as promised.
+
+    `uri` is the file to be made again, None if none is to blame; if it is the failed rows of a part,
+    `errors_of` names its shard.
+    """
 
     message: str
     uri: str | None = None
+    errors_of: str | None = None
 
 
 def check_output(output: str, config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -107,13 +140,16 @@ def check_output(output: str, config: RunConfig, plan: Plan) -> Iterator[Finding
             except DamagedPartError as error:
                 yield Finding(str(error), uri)
                 continue
-            wrong = _check_part(table, schema, shard, output, config.sampling)
+            wrong = check_part(table, schema, shard, output, config.sampling)
             if not wrong:
                 report = report_of(shard.name, table, content)
                 if reports.setdefault(shard.name, report) != report:
                     wrong = "it is not the file that was committed"
             if wrong:
                 yield Finding(f"{uri}: {wrong}", uri)
+            elif wrong := check_errors(output, shard.name, table):
+                uri = errors_uri(output, shard.name)
+                yield Finding(f"{uri}: {wrong}", uri, shard.name)
     manifest.keep(reports)
     manifest.save()
 
@@ -129,7 +165,7 @@ def _check_strangers(output: str, plan: Plan, there: dict[str, int]) -> Iterator
             )
 
 
-def _check_part(
+def check_part(
     table: pa.Table, schema: pa.Schema, shard: Shard, output: str, defaults: SamplingParams
 ) -> str:
     """What is wrong with a part; empty if nothing is."""

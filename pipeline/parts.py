@@ -100,11 +100,13 @@ def commit_part(
         }
     )
     content = to_parquet(table.replace_schema_metadata(metadata))
-    indices = [index for index, _ in rows]
-    _write_errors(output, shard, table, indices, plan, may_be_there=not is_first)
+    write_errors(output, shard, table, plan, may_be_there=not is_first)
     storage.write_atomic(part_uri(output, shard), content)
     failpoints.reach("part-placed", shard)
     return report_of(shard, table, content)
+
+
+_FAILURE = ["id", "sample_idx", "error_type", "error"]
 
 
 def errors_uri(output: str, shard: str) -> str:
@@ -112,30 +114,43 @@ def errors_uri(output: str, shard: str) -> str:
     return storage.join(output, "errors", f"errors-{shard}.parquet")
 
 
-def _write_errors(
-    output: str,
-    shard: str,
-    table: pa.Table,
-    indices: Sequence[int],
-    plan: pa.Table,
-    *,
-    may_be_there: bool,
+def write_errors(
+    output: str, shard: str, table: pa.Table, plan: pa.Table, *, may_be_there: bool = True
 ) -> None:
-    """Write the failed rows as the plan has them, with what went wrong; no file where none failed."""
-    failed = [i for i, reason in enumerate(table["finish_reason"].to_pylist()) if reason == "error"]
+    """Write the failed rows of a part as the plan has them, whole; no file where none failed."""
     uri = errors_uri(output, shard)
-    if not failed:
-        if may_be_there:
-            storage.remove(uri)
-        return
-    rows = plan.take(pa.array([indices[i] for i in failed], pa.int64()))
-    for name in ("sample_idx", "error_type", "error"):
+    rows = _failed_rows(table, plan)
+    if len(rows):
+        storage.write_atomic(uri, to_parquet(rows))
+    elif may_be_there:
+        storage.remove(uri)
+
+
+def check_errors(output: str, shard: str, table: pa.Table) -> str:
+    """What is wrong with the file of a part's failed rows; empty if nothing is."""
+    content = storage.read_bytes(errors_uri(output, shard))
+    failed = table.filter(table["error"].is_valid()).select(_FAILURE).to_pylist()
+    if content is None:
+        return "is missing" if failed else ""
+    try:
+        found = pq.read_table(io.BytesIO(content)).select(_FAILURE).to_pylist()
+    except (OSError, KeyError, pa.ArrowException):
+        return "is damaged"
+    return "" if found == failed else "its rows are not those of the part that failed"
+
+
+def _failed_rows(table: pa.Table, plan: pa.Table) -> pa.Table:
+    """The plan's rows of the samples that failed, with what went wrong."""
+    index_of = {row_id: index for index, row_id in enumerate(plan["id"].to_pylist())}
+    failed = table.filter(table["error"].is_valid())
+    indices = [index_of[row_id] for row_id in failed["id"].to_pylist()]
+    rows = plan.take(pa.array(indices, pa.int64()))
+    for name in _FAILURE[1:]:
         if name in rows.column_names:
             rows = rows.drop_columns([name])
-        rows = rows.append_column(name, table[name].take(pa.array(failed, pa.int64())))
+        rows = rows.append_column(name, failed[name])
     renamed = [name.removeprefix(CARRIED) for name in rows.column_names]
-    unique = len(set(renamed)) == len(renamed)
-    storage.write_atomic(uri, to_parquet(rows.rename_columns(renamed) if unique else rows))
+    return rows.rename_columns(renamed) if len(set(renamed)) == len(renamed) else rows
 
 
 def read_part(output: str, shard: str) -> tuple[pa.Table, bytes]:

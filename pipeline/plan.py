@@ -13,10 +13,10 @@ from functools import cached_property, partial
 import pyarrow as pa
 
 from pipeline import failpoints, storage
-from pipeline.errors import InputError, TooManyErrorsError
+from pipeline.errors import DamagedOutputError, InputError, TooManyErrorsError
 from pipeline.schema import CARRIED, schema_from_json, schema_to_json, unify_carried
 from pipeline.shards import Shard, SourceGroup, read_shard
-from pipeline.sources import locate, source_bytes
+from pipeline.sources import locate, source_stamp
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Plan:
         shards: sources in the order they were added, each in its own order.
         carried: names in the plan, and their types.
         sources: URI and name for ids of every source; a source's index begins its shards' names.
-        sizes: bytes that each source had when it was planned, where its storage tells.
+        stamps: size and time of change of each source when it was planned, where its storage tells.
         origin: what beside the configuration the tokens depend on: digests, by what they are of.
     """
 
@@ -35,7 +35,7 @@ class Plan:
     carried: pa.Schema
     sources: tuple[tuple[str, str], ...]
     origin: dict[str, str]
-    sizes: dict[str, int] = field(default_factory=dict)
+    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -56,9 +56,9 @@ class Plan:
         return {shard.name: shard for shard in self.shards}
 
     def changed_sources(self) -> list[str]:
-        """Sources that have another size now than when they were planned."""
-        now = {uri: source_bytes(uri) for uri in self.sizes}
-        return [uri for uri, size in self.sizes.items() if now[uri] not in (None, size)]
+        """Sources that have another size, or time of change, now than when they were planned."""
+        now = {uri: source_stamp(uri) for uri in self.stamps}
+        return [uri for uri, stamp in self.stamps.items() if now[uri] not in (None, stamp)]
 
     def check_origin(self, origin: dict[str, str]) -> None:
         """Raise InputError, naming what differs, if the plan was made for something else.
@@ -90,7 +90,7 @@ class Plan:
 
     def groups_of(self, shards: Sequence[Shard], limit: int | None) -> list[SourceGroup]:
         """What must be read to write these shards again."""
-        only = frozenset(shard.name for shard in shards)
+        only = {shard.name: shard.content for shard in shards}
         numbered = tuple((i, uri, name) for i, (uri, name) in enumerate(self.sources))
         if limit is not None:
             return [SourceGroup(numbered, limit, only)]
@@ -98,15 +98,8 @@ class Plan:
         return [SourceGroup((source,), None, only) for source in numbered if source[0] in lost]
 
     def with_mended(self, shards: Iterable[Shard]) -> "Plan":
-        """The plan with shards that were written again; raises InputError if they hold something else."""
+        """The plan with shards that were written again."""
         mended = {shard.name: shard for shard in shards}
-        for old in self.shards:
-            new = mended.get(old.name)
-            if new is not None and not new.holds_as_much_as(old):
-                raise InputError(
-                    f"{self.sources[old.source][0]}: has changed since the plan was made, and the prompt "
-                    f"shard {old.name} is lost"
-                )
         return replace(self, shards=tuple(mended.get(s.name, s) for s in self.shards))
 
     def save(self, output: str) -> None:
@@ -114,7 +107,7 @@ class Plan:
         content = {
             "origin": self.origin,
             "sources": self.sources,
-            "sizes": self.sizes,
+            "stamps": self.stamps,
             "carried": schema_to_json(self.carried),
             "shards": [asdict(shard) for shard in self.shards],
         }
@@ -123,7 +116,7 @@ class Plan:
 
     @classmethod
     def load(cls, output: str) -> "Plan | None":
-        """The plan of an output folder, or None if there is no complete one."""
+        """The plan of an output, or None if there is no complete one; raises DamagedOutputError."""
         content = storage.read_bytes(_manifest(output))
         if content is None:
             return None
@@ -131,11 +124,13 @@ class Plan:
             raw = json.loads(content)
             shards = tuple(Shard(**shard) for shard in raw["shards"])
             sources = tuple((uri, name) for uri, name in raw["sources"])
-            carried, sizes = schema_from_json(raw["carried"]), dict(raw["sizes"])
-            return cls(shards, carried, sources, dict(raw["origin"]), sizes)
-        except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise InputError(f"{_manifest(output)}: damaged ({reason})") from error
+            stamps = {uri: (size, changed) for uri, (size, changed) in raw["stamps"].items()}
+            carried, origin = schema_from_json(raw["carried"]), dict(raw["origin"])
+            return cls(shards, carried, sources, origin, stamps)
+        except (ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
+            raise DamagedOutputError(
+                f"{_manifest(output)}: is damaged; put a copy of it back, or choose another output folder"
+            ) from error
 
 
 def name_sources(uris: Sequence[str], known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -193,12 +188,13 @@ def assemble(
         (schema, partial(_read_column, output, shard.name)) for shard, schema in ordered
     )
     before: tuple[Shard, ...] = ()
-    sizes: dict[str, int] = {}
+    stamps: dict[str, tuple[int, int]] = {}
     if known is not None:
-        before, carried, sizes = known.shards, _within(known.carried, carried), known.sizes
-    sizes = {uri: size for uri, _ in sources if (size := source_bytes(uri)) is not None} | sizes
+        before, carried, stamps = known.shards, _within(known.carried, carried), known.stamps
+    now = {uri: source_stamp(uri) for uri, _ in sources}
+    stamps = {uri: stamp for uri, stamp in now.items() if stamp is not None} | stamps
     shards = (*before, *(shard for shard, _ in ordered))
-    plan = Plan(shards, carried, tuple(sources), origin, sizes)
+    plan = Plan(shards, carried, tuple(sources), origin, stamps)
     if plan.num_rows == 0:
         raise InputError("the input holds no rows")
     _check_ids(plan, output)
@@ -245,13 +241,15 @@ def _check_ids(plan: Plan, output: str) -> None:
         return
     seen: dict[str, str] = {}
     for shard in plan.shards:
-        table = read_shard(output, shard.name, ["id", "source", "row"])
+        table = read_shard(output, shard.name, ["id", "row"])
         for row in table.to_pylist():
             if hash(row["id"]) not in suspects:
                 continue
-            where = locate(row["source"], row["row"])
+            where = locate(plan.sources[shard.source][0], row["row"])
             if row["id"] in seen:
-                raise InputError(f"{where}: the id {row['id']!r} is also that of {seen[row['id']]}")
+                raise InputError(
+                    f"{where}: the id {row['id']!r} is also that of {seen[row['id']]}; ids must differ"
+                )
             seen[row["id"]] = where
 
 

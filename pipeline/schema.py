@@ -79,8 +79,8 @@ OUTPUT_SCHEMA = pa.schema(
 )
 
 
-def plan_table(rows: Sequence[AdmittedRow], types: Mapping[str, pa.DataType]) -> pa.Table:
-    """The table of one prompt shard.
+def plan_table(rows: Sequence[AdmittedRow], types: Mapping[str, pa.DataType], uri: str) -> pa.Table:
+    """The table of one prompt shard, made of a source.
 
     Carried columns have the types their file declares, or those of their values. Parquet has no
     empty object: `{}` is carried as null.
@@ -94,17 +94,16 @@ def plan_table(rows: Sequence[AdmittedRow], types: Mapping[str, pa.DataType]) ->
             array = pa.array(values, type=types.get(name))
         except (pa.ArrowException, OverflowError) as error:
             raise InputError(
-                f"{locate(*_first_misfit(rows, values, types.get(name)))}: column {name!r} cannot be "
-                f"carried through: its values do not share a type Parquet knows ({error})"
+                f"{locate(uri, _first_misfit(rows, values, types.get(name)))}: column {name!r} cannot be "
+                "carried through: its value has no type in common with those before it that Parquet "
+                f"knows ({error}); make them of one type, strings for one, or leave the column out"
             ) from error
         table = table.append_column(CARRIED + name, array)
     return table
 
 
-def _first_misfit(
-    rows: Sequence[AdmittedRow], values: list[Any], kind: pa.DataType | None
-) -> tuple[str, int]:
-    """The source and the row of the first value that has no type in common with those before it."""
+def _first_misfit(rows: Sequence[AdmittedRow], values: list[Any], kind: pa.DataType | None) -> int:
+    """The row of the first value that has no type in common with those before it."""
 
     def fits(count: int) -> bool:
         try:
@@ -114,7 +113,7 @@ def _first_misfit(
         return True
 
     first = bisect_left(range(len(rows)), True, key=lambda i: not fits(i + 1))
-    return rows[first].source, rows[first].row
+    return rows[first].row
 
 
 def _without_empty_objects(value: Any) -> Any:

@@ -95,6 +95,8 @@ class ShardWorker:
 
     def __init__(self, weights: Sequence[WeightsRef], settings: GenerateSettings) -> None:
         """Start building the engine; returns at once."""
+        # The engine's thread waits for the weights, and Ray warns as if the event loop did.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         self._settings = settings
         build = _starting(lambda: start_engine(weights[0], settings.worker))
         self._worker = Worker(build, settings.worker.device)

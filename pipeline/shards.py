@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 
 from pipeline import failpoints, storage
 from pipeline.admission import Admission, AdmittedRow
-from pipeline.errors import InputError
+from pipeline.errors import DamagedOutputError, InputError
 from pipeline.schema import plan_table, schema_to_json
 from pipeline.sources import column_types, read_rows
 
 _FIRST_SHARD_ROWS = 8
+_REMEDY = "`verify --repair` sets it aside, and `generate` makes it again from its source"
 _WRITTEN = ("shard", "schema", "bad_input", "bad_storage")
 
 
@@ -25,7 +26,8 @@ _WRITTEN = ("shard", "schema", "bad_input", "bad_storage")
 class Shard:
     """A unit of work and of commitment: fixed rows, one output part.
 
-    `max_total_tokens` is the longest prompt plus answer among its rows; `sha256` is of its file.
+    `max_total_tokens` is the longest prompt plus answer among its rows; `sha256` is of its file,
+    `content` of what was made of its source, before it was said which rows share answers.
     """
 
     name: str
@@ -35,45 +37,45 @@ class Shard:
     max_total_tokens: int
     num_bytes: int
     sha256: str
+    content: str
 
     @property
     def source(self) -> int:
         """The index of the source its rows are from."""
         return int(self.name.partition("-")[0])
 
-    def holds_as_much_as(self, other: "Shard") -> bool:
-        """Whether two are alike in all but the bytes of their files."""
-        return replace(self, num_bytes=0, sha256="") == replace(other, num_bytes=0, sha256="")
-
 
 @dataclass(frozen=True)
 class SourceGroup:
     """Sources planned together, in order: (index, URI, name for ids).
 
-    `limit` is how many rows are read of them; `only`, if not empty, which shards are written.
+    `limit` is how many rows are read of them; `only`, if not empty, which shards are written (again), and
+    the `content` that each must have.
     """
 
     sources: tuple[tuple[int, str, str], ...]
     limit: int | None = None
-    only: frozenset[str] = frozenset()
+    only: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The group as text."""
-        return json.dumps([self.sources, self.limit, sorted(self.only)])
+        return json.dumps([self.sources, self.limit, self.only])
 
     @classmethod
     def from_json(cls, text: str) -> "SourceGroup":
         """The group `to_json` wrote."""
         sources, limit, only = json.loads(text)
-        return cls(
-            tuple((index, uri, name) for index, uri, name in sources), limit, frozenset(only)
-        )
+        return cls(tuple((index, uri, name) for index, uri, name in sources), limit, only)
 
 
 def write_shards(
     group: SourceGroup, admission: Admission, output: str, rows_per_shard: int
 ) -> Iterator[tuple[Shard, pa.Schema]]:
-    """Admit a group's rows and write its prompt shards; yields each with its schema."""
+    """Admit a group's rows and write its prompt shards; yields each with its schema.
+
+    Raises:
+        InputError: a source is unreadable, or gives something else than it did when it was planned.
+    """
     left = group.limit
     for index, uri, name in group.sources:
         rows = (admission.admit(raw, name) for raw in islice(read_rows(uri), left))
@@ -83,11 +85,17 @@ def write_shards(
             shard = f"{index:05d}-{number:05d}"
             if group.only and shard not in group.only:
                 continue
-            table = plan_table(chunk, types)
+            table = plan_table(chunk, types, uri)
             content = to_parquet(table)
+            described = _describe(shard, chunk, content)
+            if group.only and described.content != group.only[shard]:
+                raise InputError(
+                    f"{uri}: has changed since it was planned, and the prompt shard {shard} that was "
+                    "made of it is lost; put the file back as it was, or choose another output folder"
+                )
             storage.write_atomic(shard_uri(output, shard), content)
             failpoints.reach("plan-shard", shard)
-            yield _describe(shard, chunk, content), table.schema
+            yield described, table.schema
 
 
 def rewrite_shard(output: str, shard: Shard, columns: dict[str, pa.Array]) -> Shard:
@@ -127,15 +135,15 @@ def _append(columns: dict[str, list[str]], **given: str) -> None:
 
 
 def read_shard(output: str, name: str, columns: list[str] | None = None) -> pa.Table:
-    """A prompt shard's rows, in all columns or in those named; raises InputError if it is damaged."""
+    """A prompt shard's rows, in all columns or in those named; raises DamagedOutputError."""
     uri = shard_uri(output, name)
     content = storage.read_bytes(uri)
     if content is None:
-        raise InputError(f"{uri}: missing, though the plan names it")
+        raise DamagedOutputError(f"{uri}: is missing, though the plan names it; {_REMEDY}")
     try:
         return pq.read_table(io.BytesIO(content), columns=columns)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{uri}: damaged ({error})") from error
+        raise DamagedOutputError(f"{uri}: is damaged; {_REMEDY}") from error
 
 
 def check_shard(output: str, shard: Shard) -> str:
@@ -170,6 +178,7 @@ def _chunks(rows: Iterator[AdmittedRow], rows_per_shard: int) -> Iterator[list[A
 
 
 def _describe(name: str, rows: Sequence[AdmittedRow], content: bytes) -> Shard:
+    digest = hashlib.sha256(content).hexdigest()
     return Shard(
         name=name,
         num_rows=len(rows),
@@ -177,7 +186,8 @@ def _describe(name: str, rows: Sequence[AdmittedRow], content: bytes) -> Shard:
         num_input_tokens=sum(len(row.prompt_token_ids or ()) for row in rows),
         max_total_tokens=max(row.max_total_tokens for row in rows),
         num_bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
+        sha256=digest,
+        content=digest,
     )
 
 

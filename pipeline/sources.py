@@ -82,10 +82,10 @@ def check_source(uri: str) -> None:
         raise InputError(f"{uri}: no such file")
 
 
-def source_bytes(uri: str) -> int | None:
-    """How long a source's file is; None if nobody tells."""
+def source_stamp(uri: str) -> tuple[int, int] | None:
+    """How long a source's file is and when it was changed (ns since the epoch); None if nobody tells."""
     try:
-        return None if uri.startswith(_HUB) else storage.num_bytes(uri)
+        return None if uri.startswith(_HUB) else storage.stamp(uri)
     except (OSError, ValueError):
         return None
 

@@ -101,15 +101,20 @@ def _list_files(folder: str) -> dict[str, int]:
     return {uri: found[uri] for uri in sorted(found) if "/." not in uri[below:]}
 
 
-def num_bytes(uri: str) -> int | None:
-    """The size of a file; None if it is not there. Raises OSError where that cannot be told."""
+def stamp(uri: str) -> tuple[int, int] | None:
+    """A file's bytes and when it was changed (ns since the epoch); None if it is not there.
+
+    Raises:
+        OSError: it cannot be told.
+    """
     if is_local(uri):
         path = local_path(uri)
-        return path.stat().st_size if path.is_file() else None
+        found = path.stat() if path.is_file() else None
+        return None if found is None else (found.st_size, found.st_mtime_ns)
     with as_os_error():
         files, path = fs.FileSystem.from_uri(uri)
-        size: int | None = files.get_file_info(path).size
-        return size
+        info = files.get_file_info(path)
+        return None if info.size is None else (info.size, info.mtime_ns or 0)
 
 
 def open_read(uri: str) -> IO[bytes]:

@@ -6,7 +6,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.config import DataConfig
-from pipeline.errors import InputError, Refusal
+from pipeline.errors import InputError, Refusal, kind_of
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
@@ -74,8 +74,7 @@ def _read_column(columns: dict[str, Any], name: str) -> str:
         there = ", ".join(map(repr, columns)) or "none"
         raise Refusal("NoPrompt", f"no column {name!r}; its columns are {there}")
     if not isinstance(text, str):
-        kind = type(text).__name__
-        raise Refusal("InvalidPrompt", f"column {name!r} is a {kind}, not a string")
+        raise Refusal("InvalidPrompt", f"column {name!r} is {kind_of(text)}, not a string")
     return text
 
 

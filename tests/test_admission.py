@@ -250,7 +250,7 @@ def test_parameters_of_a_row_are_merged_over_the_runs(admission: Admission) -> N
     params = {"temperature": 1, "stop": "END", "n": 2, "top_k": None}
     row = admit(admission, {"prompt": "abc", "sampling_params": params})
     assert row.error is None
-    plan_row = {"id": row.id, "prompt_token_ids": row.prompt_token_ids}
+    plan_row = {"id": row.id, "prompt_token_ids": row.prompt_token_ids, "prompt_digest": None}
     first, second = build_requests(
         plan_row | {"sampling_params": row.sampling_params},
         SamplingParams(max_tokens=8, top_k=7),
@@ -264,14 +264,20 @@ def test_parameters_of_a_row_are_merged_over_the_runs(admission: Admission) -> N
 
 
 def test_seeds() -> None:
-    def seeds(row_id: str, run_seed: int, params: str | None = None) -> list[int]:
+    def seeds(
+        row_id: str, run_seed: int, params: str | None = None, digest: bytes | None = None
+    ) -> list[int]:
         row = {"id": row_id, "prompt_token_ids": [1], "sampling_params": params}
+        row["prompt_digest"] = digest
         return [request.seed for request in build_requests(row, SamplingParams(), run_seed)]
 
     # printf 0:a | sha256sum: the first 8 bytes, less the last bit.
     assert seeds("a", 0) == [0x9DF3C5FAB8EF8FE7 >> 1]
     assert seeds("a", 0) != seeds("b", 0) != seeds("a", 1)
     assert seeds("a", 5, '{"seed": 3, "n": 2}') == [3, 3]
+    assert seeds("a", 0, digest=b"one") == seeds("b", 0, digest=b"one") != seeds("a", 0)
+    assert seeds("a", 0, digest=b"one") != seeds("a", 0, digest=b"two")
+    assert seeds("a", 5, '{"seed": 3}', b"one") == [3]
     assert all(0 <= seed < 2**63 for i in range(200) for seed in seeds(str(i), i))
 
 

@@ -223,7 +223,7 @@ def test_texts_of_one_token(tokenizer: Any, tmp_path: Path) -> None:
         ({"text": "no prompt"}, "no prompt, messages or prompt_token_ids"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "both"),
         ({"prompt": ""}, "empty"),
-        ({"prompt": 5}, "prompt is a int"),
+        ({"prompt": 5}, "prompt is an int"),
         ({"prompt_token_ids": [1, 300]}, "300"),
         ({"messages": [{"role": "narrator", "content": "b"}]}, "narrator"),
     ],

@@ -172,6 +172,19 @@ def test_sigterm_ends_a_run_within_three_seconds(
     assert tokens_of(read_rows(fresh)) == tokens_of(read_rows(undisturbed))
 
 
+@pytest.mark.parametrize("seconds", [0.3, 1.5, 2.5])
+def test_sigterm_while_it_starts(flags: tuple[Any, ...], tmp_path: Path, seconds: float) -> None:
+    """Before and while Ray starts, which has a handler of its own."""
+    driver = drive(clean_environment(), *flags, "--output", tmp_path / "out")
+    time.sleep(seconds)
+    driver.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    _, err = driver.communicate(timeout=60)
+    assert time.monotonic() - asked < 3
+    assert driver.returncode == 4, err
+    assert "Traceback" not in err
+
+
 def test_a_disk_that_is_full(
     generate: Generate,
     flags: tuple[Any, ...],
@@ -276,7 +289,7 @@ def test_every_row_failing_is_told_by_the_exit_code(
     assert generate(*given) == 3
     told = capsys.readouterr().err
     assert "2 of 3 rows cannot run, more than --max-error-rate 0.5 allows; the first: " in told
-    assert "line 2: prompt is a int, not a string" in told
+    assert "line 2: prompt is an int, not a string" in told
 
 
 def test_the_memory_of_a_run_that_was_killed(fresh: Path) -> None:

@@ -125,7 +125,10 @@ class TestVerify:
         self, output: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         part(output, 1).unlink()
-        assert run(capsys, "verify", output) == (4, "2 of 3 parts are there, 0 findings\n")
+        assert run(capsys, "verify", output) == (
+            4,
+            "2 of 3 parts are there, 0 findings; `generate` makes what is missing\n",
+        )
 
     def rewrite(self, path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
         pq.write_table(change(pq.read_table(path)), path, compression="zstd")
@@ -298,6 +301,88 @@ class TestMerge:
         assert run(capsys, "merge", output, "--into", target, "--partial")[0] == 0
         assert self.keys(pq.read_table(target).to_pylist()) == ANSWERED[5:]
 
+    def test_a_part_that_is_not_the_plans(
+        self, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A row less, or one twice, in a file that can be read."""
+        table = pq.read_table(part(output, 0))
+        for number, rows in enumerate((range(len(table) - 1), [0, *range(len(table))])):
+            pq.write_table(table.take(list(rows)), part(output, 0))
+            code, shown = run(capsys, "merge", output, "--into", tmp_path / f"{number}.parquet")
+            assert (code, "its rows are not those of the shard" in shown) == (4, True)
+            assert not (tmp_path / f"{number}.parquet").exists()
+
+    def test_what_is_left_out_is_told(
+        self, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        _, shown = run(capsys, "merge", output, "--into", tmp_path / "a.jsonl")
+        assert "9 rows written" in shown
+        assert "1 failed ones are left out (--errors keeps them)" in shown
+        _, shown = run(capsys, "merge", output, "--into", tmp_path / "b.jsonl", "--errors")
+        assert "10 rows written" in shown
+        assert "left out" not in shown
+
+
+class TestFailedRows:
+    """errors/ is held against the parts, and made again of them."""
+
+    @pytest.fixture
+    def errors(self, output: Path) -> Path:
+        (path,) = (output / "errors").iterdir()
+        return path
+
+    @pytest.mark.parametrize("damage", ["lost", "cut", "less", "other"])
+    def test_damage(
+        self, output: Path, errors: Path, capsys: pytest.CaptureFixture[str], damage: str
+    ) -> None:
+        whole = pq.read_table(errors)
+        if damage == "lost":
+            errors.unlink()
+        elif damage == "cut":
+            errors.write_bytes(errors.read_bytes()[:-9])
+        else:
+            pq.write_table(whole.slice(0, 0) if damage == "less" else pa.table({"a": [1]}), errors)
+        code, shown = run(capsys, "verify", output, "--repair")
+        assert (code, f"{errors}: " in shown) == (4, True)
+        assert pq.read_table(errors).equals(whole)
+        assert run(capsys, "verify", output)[0] == 0
+
+    def test_failures_that_are_none(
+        self, output: Path, errors: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = errors.with_name("errors-00000-00000.parquet")
+        other.write_bytes(errors.read_bytes())
+        code, shown = run(capsys, "verify", output, "--repair")
+        assert (code, "its rows are not those of the part" in shown) == (4, True)
+        assert not other.exists()
+
+
+class TestLostFiles:
+    """The plan or the configuration: every command says the same."""
+
+    @pytest.mark.parametrize("command", ["status", "verify", "retry", "merge"])
+    @pytest.mark.parametrize("name", ["config.yaml", "plan/plan.json"])
+    @pytest.mark.parametrize("content", [None, b"", b"[]", b"{'"])
+    def test_what_is_said(
+        self,
+        output: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        command: str,
+        name: str,
+        content: bytes | None,
+    ) -> None:
+        (output / name).unlink()
+        if content is not None:
+            (output / name).write_bytes(content)
+        into = ["--into", tmp_path / "all.jsonl"] if command == "merge" else []
+        code, shown = run(capsys, command, output, *into)
+        assert code == 4
+        assert name.rpartition("/")[2] in shown
+        assert ("is lost" if content is None else "is damaged") in shown
+        assert "put a copy of it back, or choose another output folder" in shown
+        assert shown.count("\n") == 1
+
 
 class TestManifest:
     def test_what_did_not_change_is_not_read(
@@ -329,7 +414,8 @@ def test_only_failed_rows_are_worth_a_retry(
         return 3
 
     monkeypatch.setattr("jobs.retry.start", start)
-    assert run(capsys, "retry", output) == (0, "no row to try again\n")
+    told = "no row to try again (1 cannot run as they are)\n"
+    assert run(capsys, "retry", output) == (0, told)
     config, plan = loaded(output)
     how = {"r5": fail}
     commit(output, plan, plan.shards[1].name, config, lambda r: how.get(r.id, answer)(r))

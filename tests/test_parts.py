@@ -61,7 +61,7 @@ def completions_of(row: dict[str, Any], **fields: Any) -> list[Completion]:
 
 def commit(folder: Path, rows: list[AdmittedRow], **fields: Any) -> PartReport:
     """Answer the admitted rows of a shard and commit it, as an actor does."""
-    table = plan_table(rows, {})
+    table = plan_table(rows, {}, "a.jsonl")
     entries: list[tuple[int, dict[str, Any]]] = []
     for index, row in enumerate(table.to_pylist()):
         if row["error"] is not None:
@@ -204,7 +204,7 @@ def test_a_carried_column_named_like_a_renamed_one(tmp_path: Path) -> None:
 
 def part_of(folder: Path, rows: list[AdmittedRow], others: list[AdmittedRow]) -> list[Any]:
     """Carried column x of a part whose schema is unified with that of another shard."""
-    table, other = plan_table(rows, {}), plan_table(others, {})
+    table, other = plan_table(rows, {}, "a.jsonl"), plan_table(others, {}, "b.jsonl")
     schema = output_schema(unify_carried([(t.schema, t.column) for t in (table, other)]))
     entries = [(i, refused_row(row, COMMON)) for i, row in enumerate(table.to_pylist())]
     commit_part(str(folder), SHARD, entries, table, schema, PROVENANCE)
@@ -240,7 +240,7 @@ def test_a_large_number_beside_fractions_elsewhere(tmp_path: Path) -> None:
     """2**60 + 1 is no double. Whatever is done about it is done before a shard is generated."""
     mine, others = [refused(0, carried={"x": 2**60 + 1})], [refused(0, carried={"x": 0.5})]
     try:
-        tables = plan_table(mine, {}), plan_table(others, {})
+        tables = plan_table(mine, {}, "a.jsonl"), plan_table(others, {}, "b.jsonl")
         unify_carried([(t.schema, t.column) for t in tables])
     except InputError as error:
         if "'x'" in str(error):

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.admission import Admission, load_tokenizer
-from pipeline.errors import InputError
+from pipeline.errors import DamagedOutputError, InputError
 from pipeline.plan import Plan
 from pipeline.schema import PLAN_SCHEMA, schema_from_json, schema_to_json
-from pipeline.shards import Shard, SourceGroup, read_shard
+from pipeline.shards import Shard, SourceGroup, read_shard, write_shards
 from tests.outputs import make_plan, write_jsonl
 from workers.config import SamplingParams
 
@@ -106,7 +106,7 @@ def test_shards_describe_themselves(admission: Admission, tmp_path: Path) -> Non
     # 3 + 30 tokens admitted; the longest: 30 + 8 of an answer.
     content = (tmp_path / "out" / "plan" / "shard-00000-00000.parquet").read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    assert plan.shards == (Shard("00000-00000", 4, 2, 33, 38, len(content), sha256),)
+    assert plan.shards == (Shard("00000-00000", 4, 2, 33, 38, len(content), sha256, sha256),)
     assert (plan.num_rows, plan.max_total_tokens) == (4, 38)
 
 
@@ -226,8 +226,8 @@ def test_a_type_conflict_within_a_file_is_named(admission: Admission, tmp_path: 
     uri = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}])
     with pytest.raises(InputError) as raised:
         make_plan(admission, [uri], tmp_path / "out")
-    assert "'x'" in str(raised.value)
-    assert "a.jsonl" in str(raised.value)
+    assert f"{uri}: line 2: column 'x'" in str(raised.value)
+    assert "make them of one type" in str(raised.value)
 
 
 def test_a_type_conflict_between_files_is_named(admission: Admission, tmp_path: Path) -> None:
@@ -281,19 +281,57 @@ def test_a_plan_is_complete_only_with_its_manifest(admission: Admission, tmp_pat
     whole = manifest.read_bytes()
     for damaged in (b"", b"{", b"[]", b"{}", whole[:-40], whole.replace(b"num_rows", b"nums")):
         manifest.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"plan\.json: damaged"):
+        with pytest.raises(DamagedOutputError, match=r"plan\.json: is damaged; put a copy"):
             Plan.load(str(out))
     manifest.unlink()
     assert Plan.load(str(out)) is None
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="shard-00000-00003"):
+    with pytest.raises(DamagedOutputError, match=r"shard-00000-00003.*: is missing"):
         read_shard(str(tmp_path), "00000-00003")
 
 
+class TestMending:
+    """Prompt shards that are lost are made again of their source, if that gives the same."""
+
+    ROWS = prompts(30, x=1)
+
+    def plan_of(self, admission: Admission, folder: Path) -> Plan:
+        uri = write_jsonl(folder / "a.jsonl", self.ROWS)
+        return make_plan(admission, [uri], folder / "out", rows_per_shard=8)
+
+    def write(self, admission: Admission, folder: Path, plan: Plan) -> list[Shard]:
+        (group,) = plan.groups_of([plan.shards[1], plan.shards[3]], None)
+        written = write_shards(group, admission, str(folder / "out"), 8)
+        return [shard for shard, _ in written]
+
+    def test_the_same_source(self, admission: Admission, tmp_path: Path) -> None:
+        plan = self.plan_of(admission, tmp_path)
+        lost = [tmp_path / "out" / "plan" / f"shard-00000-{i:05d}.parquet" for i in (1, 3)]
+        before = [path.read_bytes() for path in lost]
+        for path in lost:
+            path.unlink()
+        assert self.write(admission, tmp_path, plan) == [plan.shards[1], plan.shards[3]]
+        assert [path.read_bytes() for path in lost] == before
+
+    @pytest.mark.parametrize("row", [{"prompt": "q9", "x": 1}, {"prompt": "p9", "x": 2}])
+    def test_a_source_with_other_words_in_it(
+        self, admission: Admission, tmp_path: Path, row: dict[str, Any]
+    ) -> None:
+        """A prompt, or a carried value, as long as before."""
+        plan = self.plan_of(admission, tmp_path)
+        write_jsonl(tmp_path / "a.jsonl", [*self.ROWS[:9], row, *self.ROWS[10:]])
+        lost = tmp_path / "out" / "plan" / "shard-00000-00001.parquet"
+        lost.unlink()
+        with pytest.raises(InputError, match=r"a\.jsonl: has changed since it was planned"):
+            self.write(admission, tmp_path, plan)
+        assert not lost.exists(), "nothing is there rather than something else"
+
+
 def test_groups_survive_the_journey() -> None:
-    group = SourceGroup(((0, "s3://b/é.jsonl", "é.jsonl"), (1, "b", "b")), 5)
+    sources = ((0, "s3://b/é.jsonl", "é.jsonl"), (1, "b", "b"))
+    group = SourceGroup(sources, 5, {"00000-00001": "digest"})
     assert SourceGroup.from_json(group.to_json()) == group
 
 
@@ -428,6 +466,10 @@ class TestAddedSources:
             file.write('{"prompt": "one more"}\n')
         plan = make_plan(admission, uris, tmp_path / "out")
         assert plan.changed_sources() == [uris[1]]
+        first = Path(uris[0])
+        first.write_bytes(first.read_bytes().replace(b"0", b"9"))  # As long as it was.
+        assert plan.changed_sources() == uris
+        first.unlink()
         Path(uris[1]).unlink()
         assert plan.changed_sources() == []
 

@@ -87,7 +87,7 @@ def test_odd_messages_are_left_to_admission() -> None:
     [
         ({"a": 1}, {"prompt_column": "q"}, "NoPrompt", "no column 'q'; its columns are 'a'"),
         ({"q": None}, {"prompt_column": "q"}, "NoPrompt", "no column 'q'"),
-        ({"q": 1}, {"prompt_column": "q"}, "InvalidPrompt", "column 'q' is a int"),
+        ({"q": 1}, {"prompt_column": "q"}, "InvalidPrompt", "column 'q' is an int"),
         ({"a": 1}, {"prompt_template": "{{ q }}"}, "TemplateFailed", "'q' is undefined"),
         ({"a": 0}, {"prompt_template": "{{ 1 / a }}"}, "TemplateFailed", "division"),
         (
