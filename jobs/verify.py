@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from jobs.folders import naming_output
 from pipeline import storage
 from pipeline.errors import InputError
+from pipeline.failed_rows import write_errors
 from pipeline.inspection import Finding, check_output, read_state
 from pipeline.lease import Lease
-from pipeline.parts import read_part, write_errors
+from pipeline.parts import read_part
 from pipeline.shards import read_shard
 
 _TO_MEND = 4  # Exit code: as of a run that was interrupted.

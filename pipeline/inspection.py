@@ -9,12 +9,11 @@ import pyarrow as pa
 from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedOutputError, DamagedPartError, InputError
+from pipeline.failed_rows import check_errors, errors_uri
 from pipeline.lease import Holder, read_holder
 from pipeline.manifest import Manifest
 from pipeline.parts import (
     PartReport,
-    check_errors,
-    errors_uri,
     list_parts,
     part_uri,
     read_part,

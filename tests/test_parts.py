@@ -16,12 +16,12 @@ import pytest
 from pipeline import storage
 from pipeline.admission import AdmittedRow
 from pipeline.errors import DamagedPartError, InputError
+from pipeline.failed_rows import errors_uri
 from pipeline.parts import (
     PartReport,
     Provenance,
     answer_row,
     commit_part,
-    errors_uri,
     list_parts,
     part_uri,
     read_report,

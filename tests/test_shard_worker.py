@@ -13,7 +13,8 @@ import pytest
 
 from pipeline import failpoints, persistence, shard_worker
 from pipeline.admission import Admission, load_tokenizer
-from pipeline.parts import Provenance, errors_uri, part_uri
+from pipeline.failed_rows import errors_uri
+from pipeline.parts import Provenance, part_uri
 from pipeline.plan import Plan
 from pipeline.schema import schema_to_json
 from pipeline.shard_worker import GenerateSettings, ShardWorker
