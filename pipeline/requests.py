@@ -14,7 +14,8 @@ from workers.request import Request
 def build_requests(row: dict[str, Any], defaults: SamplingParams, run_seed: int) -> list[Request]:
     """The n requests of an admitted plan row; rows that share answers have one seed."""
     params = merge_params(row, defaults)
-    named = row["prompt_digest"].hex() if row["prompt_digest"] else row["id"]
+    digest = row.get("prompt_digest")
+    named = digest.hex() if digest else row["id"]
     seed = params.seed if params.seed is not None else derive_seed(run_seed, named)
     prompt = tuple(row["prompt_token_ids"])
     return [Request(row["id"], prompt, params, seed, sample_idx) for sample_idx in range(params.n)]
