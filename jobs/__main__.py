@@ -4,7 +4,13 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from jobs.interruption import EXIT_CODE, end_on_sigterm
+from jobs.interruption import (
+    EXIT_CODE,
+    end_in_time_on_sigterm,
+    end_on_sigterm,
+    ending,
+    tell,
+)
 
 _COMMANDS = (
     *(
@@ -65,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {told}; `verify --repair` sets it aside", file=sys.stderr)
         return 4
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr, flush=True)
+        tell()
         return EXIT_CODE
 
 
@@ -77,4 +83,5 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 if __name__ == "__main__":
     end_on_sigterm()
-    sys.exit(main(sys.argv[1:]))
+    end_in_time_on_sigterm()
+    sys.exit(ending(lambda: main(sys.argv[1:])))

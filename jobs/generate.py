@@ -13,7 +13,7 @@ import ray
 
 from jobs.cli import parse_run, say
 from jobs.folders import going_on, naming_output
-from jobs.interruption import end_in_time, end_on_sigterm
+from jobs.interruption import end_on_sigterm
 from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
@@ -144,6 +144,5 @@ def start_ray() -> None:
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=True, include_dashboard=False)
     except SystemExit as end:  # SIGTERM met Ray's own handler.
-        end_in_time()
         raise KeyboardInterrupt from end
     end_on_sigterm()  # Ray has put a handler of its own in the place of ours.

@@ -2,24 +2,58 @@
 
 import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 
 EXIT_CODE = 4
 _SECONDS = 1.5  # Ray's job supervisor kills three seconds after it asked.
+_is_told = threading.Event()
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM end the process as Ctrl-C does, and soon."""
+    """Let SIGTERM end the process as Ctrl-C does."""
 
     def end(*_: object) -> None:
-        end_in_time()
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
 
 
-def end_in_time() -> None:
-    """Be gone soon, whatever hangs."""
-    timer = threading.Timer(_SECONDS, os._exit, (EXIT_CODE,))
-    timer.daemon = True
-    timer.start()
+def end_in_time_on_sigterm() -> None:
+    """Let a SIGTERM end the process soon, whatever hangs and whoever handles it.
+
+    The main thread may be waiting inside Ray, where it sees no signal: another thread is told.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(reader, 1)[0] != signal.SIGTERM:
+            pass
+        time.sleep(_SECONDS)
+        tell()
+        os._exit(EXIT_CODE)
+
+    threading.Thread(target=watch, name="sigterm", daemon=True).start()
+
+
+def ending(command: Callable[[], int]) -> int:
+    """Run a command to its exit code; whoever asks twice for an end gets it once."""
+    try:
+        code = command()
+    except KeyboardInterrupt:  # Again, while the first was told.
+        code = EXIT_CODE
+    if code == EXIT_CODE:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    return code
+
+
+def tell() -> None:
+    """Say that it was interrupted, once."""
+    if not _is_told.is_set():
+        _is_told.set()
+        print("interrupted; the same command goes on from here", file=sys.stderr, flush=True)
