@@ -9,6 +9,7 @@ from jobs.interruption import (
     end_in_time_on_sigterm,
     end_on_sigterm,
     ending,
+    leave,
     tell,
 )
 
@@ -84,4 +85,4 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 if __name__ == "__main__":
     end_on_sigterm()
     end_in_time_on_sigterm()
-    sys.exit(ending(lambda: main(sys.argv[1:])))
+    leave(ending(lambda: main(sys.argv[1:])))

@@ -16,10 +16,11 @@ from jobs.folders import going_on, naming_output
 from jobs.interruption import end_on_sigterm
 from pipeline import storage
 from pipeline.config import RunConfig
-from pipeline.errors import InputError
+from pipeline.errors import DamagedOutputError, InputError
 from pipeline.inspection import read_config
 from pipeline.lease import FILE as LEASE_FILE
 from pipeline.lease import Lease
+from pipeline.plan import Plan
 from pipeline.sources import check_source, find_sources
 from quant.config import QuantConfig
 from quant.hub import find_checkpoint
@@ -66,11 +67,26 @@ def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool
 
 def find_inputs(config: RunConfig) -> tuple[str, ...]:
     """The sources of a run; what else lies in their folders is told. Raises InputError."""
-    sources = find_sources(config.input)
+    try:
+        sources = find_sources(config.input)
+    except InputError:
+        planned = _planned_sources(config.output)
+        if not planned:
+            raise
+        sources = find_sources(config.input, planned)
     if sources.ignored:
         others = f" and {len(sources.ignored) - 1} more" if len(sources.ignored) > 1 else ""
         say(f"not read, as their format is none of ours: {sources.ignored[0]}{others}")
     return sources.uris
+
+
+def _planned_sources(output: str) -> list[str]:
+    """What need not be there any more; nothing where that is not known."""
+    try:
+        plan = Plan.load(output)
+    except (OSError, DamagedOutputError):
+        return []
+    return [uri for uri, _ in plan.sources] if plan else []
 
 
 def write_config(config: RunConfig) -> None:

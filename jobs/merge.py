@@ -37,6 +37,8 @@ def merge(arguments: Sequence[str]) -> int:
     given = _parse(arguments)
     with naming_output(given.output):
         state = read_state(given.output)
+    if state.damaged:
+        raise DamagedPartError(state.damaged[0])
     if state.plan is None or not (state.is_complete or given.partial):
         raise InterruptedRunError(
             f"output {given.output}: the run is not complete (--partial merges what there is)"

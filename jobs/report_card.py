@@ -67,4 +67,7 @@ def _table(names: list[str], rows: list[list[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    """A table's cell: on one line, and nothing in it is Markdown's or HTML's."""
+    for found, written in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
+        text = text.replace(found, written)
+    return " ".join(text.split())

@@ -67,7 +67,7 @@ def run(
     weights = _convert(config, model)
     plan = _make_plan(config, uris, model, weights)
     manifest = Manifest(config.output)
-    done, damaged = manifest.find_parts(shard.name for shard in plan.shards)
+    done, damaged = manifest.find_parts(plan.shards)
     for reason in damaged:
         say(f"{reason}; it is made again")
     if retry:

@@ -99,8 +99,7 @@ def read_state(output: str) -> State:
     done: dict[str, PartReport] = {}
     damaged: list[str] = []
     if plan is not None:
-        names = (shard.name for shard in plan.shards)
-        done, damaged = Manifest(output).find_parts(names)
+        done, damaged = Manifest(output).find_parts(plan.shards)
     return State(config, plan, done, tuple(damaged), read_holder(output))
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from pipeline import failpoints, storage
 from pipeline.errors import DamagedPartError
-from pipeline.parts import PartReport, list_parts, read_report
+from pipeline.parts import PartReport, list_parts, part_uri, read_report
 from pipeline.shards import Shard
 
 _SAVE_SECONDS = 5.0
@@ -26,7 +26,7 @@ class Manifest:
         self._reports = self._load()
         self._saved = time.monotonic()
 
-    def find_parts(self, shards: Iterable[str]) -> tuple[dict[str, PartReport], list[str]]:
+    def find_parts(self, shards: Iterable[Shard]) -> tuple[dict[str, PartReport], list[str]]:
         """Look which of the shards have a part.
 
         Returns:
@@ -36,17 +36,22 @@ class Manifest:
         found: dict[str, PartReport] = {}
         damaged: list[str] = []
         for shard in shards:
-            num_bytes = there.get(shard)
+            name, num_bytes = shard.name, there.get(shard.name)
             if num_bytes is None:
                 continue
-            known = self._reports.get(shard)
-            if known is not None and known.num_bytes == num_bytes:
-                found[shard] = known
+            report = self._reports.get(name)
+            if report is None or report.num_bytes != num_bytes:
+                try:
+                    report = read_report(self._output, name)
+                except DamagedPartError as error:
+                    damaged.append(str(error))
+                    continue
+            if report.num_rows != shard.num_rows:
+                uri = part_uri(self._output, name)
+                rows = f"{report.num_rows} rows instead of {shard.num_rows}"
+                damaged.append(f"{uri}: is damaged (it has {rows})")
                 continue
-            try:
-                found[shard] = read_report(self._output, shard)
-            except DamagedPartError as error:
-                damaged.append(str(error))
+            found[name] = report
         self._reports = dict(found)
         return found, damaged
 

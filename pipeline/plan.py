@@ -4,11 +4,13 @@ A prompt shard is a small Parquet file of fixed rows under OUT/plan. Rows that c
 with their reason. `plan.json` is written last; where it is, the plan is complete.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import pyarrow as pa
 
@@ -112,6 +114,7 @@ class Plan:
             "shards": [asdict(shard) for shard in self.shards],
         }
         failpoints.reach("plan")
+        content["sha256"] = _digest(content)
         storage.write_atomic(_manifest(output), json.dumps(content, indent=1).encode())
 
     @classmethod
@@ -122,6 +125,8 @@ class Plan:
             return None
         try:
             raw = json.loads(content)
+            if raw.pop("sha256") != _digest(raw):
+                raise ValueError("other bytes than were written")
             shards = tuple(Shard(**shard) for shard in raw["shards"])
             sources = tuple((uri, name) for uri, name in raw["sources"])
             stamps = {uri: (size, changed) for uri, (size, changed) in raw["stamps"].items()}
@@ -256,6 +261,11 @@ def _check_ids(plan: Plan, output: str) -> None:
 def _ids(output: str, shard: Shard) -> list[str]:
     ids: list[str] = read_shard(output, shard.name, ["id"]).column("id").to_pylist()
     return ids
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Names a plan, so that a byte that flipped is noticed."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _manifest(output: str) -> str:

@@ -1,6 +1,6 @@
 """What is read: files, the files of folders and globs, and data sets of the hub, each with its format."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -45,8 +45,10 @@ class Sources:
     ignored: tuple[str, ...] = ()
 
 
-def find_sources(given: Sequence[str]) -> Sources:
+def find_sources(given: Sequence[str], planned: Collection[str] = ()) -> Sources:
     """The files that paths, URIs, folders and globs stand for; those of one folder or glob by name.
+
+    What is planned will not be read again: such a file need not be there any more.
 
     Raises:
         InputError: one does not exist, has an unknown format or is named twice; a folder or glob has no
@@ -59,7 +61,8 @@ def find_sources(given: Sequence[str]) -> Sources:
         uris += found
         ignored += others
     for uri in uris:
-        check_source(uri)
+        if uri not in planned:
+            check_source(uri)
     if twice := [uri for uri in uris if uris.count(uri) > 1]:
         raise InputError(f"{twice[0]}: is named twice in the input")
     return Sources(tuple(uris), tuple(ignored))

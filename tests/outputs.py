@@ -90,6 +90,6 @@ def make_output(
     for shard in plan.shards:
         commit(output, plan, shard.name, config)
     manifest = Manifest(str(output))
-    manifest.find_parts(shard.name for shard in plan.shards)
+    manifest.find_parts(plan.shards)
     manifest.save()
     return config, plan

@@ -118,7 +118,7 @@ def go_on(folder: Path) -> None:
     for what in ("without a manifest", "with one"):
         started = time.perf_counter()
         manifest = Manifest(str(folder))
-        found, damaged = manifest.find_parts(shard.name for shard in plan.shards)
+        found, damaged = manifest.find_parts(plan.shards)
         assert len(found) == len(plan.shards)
         assert not damaged
         manifest.save()

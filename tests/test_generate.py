@@ -485,6 +485,9 @@ def test_a_folder_that_grows(
     capsys.readouterr()
     assert generate(*given) == 0
     assert "b.csv: was changed since it was planned" in capsys.readouterr().err
+    (folder / "a.tsv").rename(tmp_path / "a.tsv")  # What is planned of it is enough.
+    assert generate(*given[:3], folder / "b.csv", folder / "a.tsv", *given[4:]) == 0
+    (tmp_path / "a.tsv").rename(folder / "a.tsv")
     assert generate(*given, "--temperature", 1) == 2
     assert "sampling.temperature was 0.0, is 1.0" in capsys.readouterr().err
     (output / "plan" / "plan.json").unlink()

@@ -87,6 +87,15 @@ class TestStatus:
         assert f"{part(output, 0)}: is damaged" in shown
         assert "5 of 9 done" in shown
 
+    def test_a_part_with_a_row_less(self, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        table = pq.read_table(part(output, 0))
+        pq.write_table(table.slice(1), part(output, 0))
+        code, shown = run(capsys, "status", output)
+        assert code == 0
+        assert f"{part(output, 0)}: is damaged (it has 3 rows instead of 4)" in shown
+        assert "5 of 9 done" in shown
+        assert "complete" not in shown
+
     def test_before_the_plan(self, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shutil.rmtree(output / "plan")
         shutil.rmtree(output / "data")
@@ -306,11 +315,12 @@ class TestMerge:
     ) -> None:
         """A row less, or one twice, in a file that can be read."""
         table = pq.read_table(part(output, 0))
-        for number, rows in enumerate((range(len(table) - 1), [0, *range(len(table))])):
+        less, twice = range(len(table) - 1), [0, *range(len(table))]
+        for rows, told in ((less, "it has 3 rows instead of 4"), (twice, "its rows are not those")):
             pq.write_table(table.take(list(rows)), part(output, 0))
-            code, shown = run(capsys, "merge", output, "--into", tmp_path / f"{number}.parquet")
-            assert (code, "its rows are not those of the shard" in shown) == (4, True)
-            assert not (tmp_path / f"{number}.parquet").exists()
+            code, shown = run(capsys, "merge", output, "--into", tmp_path / "all.parquet")
+            assert (code, told in shown) == (4, True)
+            assert not (tmp_path / "all.parquet").exists()
 
     def test_what_is_left_out_is_told(
         self, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -390,16 +400,16 @@ class TestManifest:
     ) -> None:
         _, plan = loaded(output)
         names = [shard.name for shard in plan.shards]
-        found, damaged = Manifest(str(output)).find_parts(names)
+        found, damaged = Manifest(str(output)).find_parts(plan.shards)
         assert (sorted(found), damaged) == (names, [])
         monkeypatch.setattr("pipeline.manifest.read_report", None)
-        assert Manifest(str(output)).find_parts(names)[0] == found
+        assert Manifest(str(output)).find_parts(plan.shards)[0] == found
 
     def test_a_part_of_another_size_is_read_again(self, output: Path) -> None:
         config, plan = loaded(output)
         name = plan.shards[0].name
         commit(output, plan, name, config, how=fail)
-        found, _ = Manifest(str(output)).find_parts([name])
+        found, _ = Manifest(str(output)).find_parts(plan.shards[:1])
         assert found[name].num_errors == 5
 
 

@@ -283,6 +283,11 @@ def test_a_plan_is_complete_only_with_its_manifest(admission: Admission, tmp_pat
         manifest.write_bytes(damaged)
         with pytest.raises(DamagedOutputError, match=r"plan\.json: is damaged; put a copy"):
             Plan.load(str(out))
+    for flipped in (b'"num_rows": 8', b'"num_rows": 9'), (b'"num_refused": 0', b'"num_refused": 1'):
+        assert flipped[0] in whole
+        manifest.write_bytes(whole.replace(*flipped, 1))
+        with pytest.raises(DamagedOutputError, match=r"plan\.json: is damaged"):
+            Plan.load(str(out))
     manifest.unlink()
     assert Plan.load(str(out)) is None
 
