@@ -14,18 +14,8 @@ from jobs.interruption import (
 )
 
 _COMMANDS = (
-    *(
-        "generate",
-        "plan",
-        "status",
-        "report",
-        "verify",
-        "retry",
-        "merge",
-        "quantize",
-        "bench",
-        "demo",
-    ),
+    *("generate", "plan", "status", "report", "verify", "retry", "merge"),
+    *("quantize", "bench", "demo"),
 )
 _USAGE = """usage: python -m jobs COMMAND [options]
 

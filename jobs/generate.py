@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,8 @@ def start_ray() -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=True, include_dashboard=False)
-    except SystemExit as end:  # SIGTERM met Ray's own handler.
-        raise KeyboardInterrupt from end
+    except SystemExit as end:
+        if end.code != signal.SIGTERM:
+            raise
+        raise KeyboardInterrupt from end  # It met Ray's own handler.
     end_on_sigterm()  # Ray has put a handler of its own in the place of ours.

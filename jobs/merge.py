@@ -46,7 +46,7 @@ def merge(arguments: Sequence[str]) -> int:
     with naming_output(given.into):
         _check_target(given.into)
         schema = output_schema(state.plan.carried)
-        tables = _tables(given.output, state, keep_errors=given.errors)
+        tables = _tables(given.output, state, schema, keep_errors=given.errors)
         if given.into.endswith(_JSONL):
             num_rows = _write_jsonl(given.into, tables)
         elif given.into.endswith(".parquet"):
@@ -93,17 +93,18 @@ def _check_target(uri: str) -> None:
         raise InputError(f"--into {uri}: is there already")
 
 
-def _tables(output: str, state: State, *, keep_errors: bool) -> Iterator[pa.Table]:
+def _tables(
+    output: str, state: State, schema: pa.Schema, *, keep_errors: bool
+) -> Iterator[pa.Table]:
     """The rows of the parts, in the order of the plan; raises DamagedPartError."""
     assert state.plan is not None
-    schema = output_schema(state.plan.carried)
     for shard in state.plan.shards:
         if shard.name in state.done:
             table, content = read_part(output, shard.name)
+            wrong = check_part(table, schema, shard, output, state.config.sampling)
             if hashlib.sha256(content).hexdigest() != state.done[shard.name].sha256:
-                uri = part_uri(output, shard.name)
-                raise DamagedPartError(f"{uri}: is not the file that was committed")
-            if wrong := check_part(table, schema, shard, output, state.config.sampling):
+                wrong = "is not the file that was committed"
+            if wrong:
                 raise DamagedPartError(f"{part_uri(output, shard.name)}: {wrong}")
             table = table if keep_errors else table.filter(pc.is_null(table["error"]))
             if len(table):

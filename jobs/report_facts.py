@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from jobs.cli import say
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedOutputError
 from pipeline.inspection import read_config
@@ -26,7 +27,8 @@ def gather_facts(output: str, stats: RunStats) -> Facts:
     spans, summary = stats.spans, read_summary(output)
     try:
         config = read_config(output)
-    except DamagedOutputError:
+    except DamagedOutputError as error:
+        say(f"{error}; the report does without")
         config = None
     names = sorted({footer["model"] for footer in stats.footers if "model" in footer})
     model = ", ".join(names) or str(summary.get("model") or (config and config.model) or "?")

@@ -7,12 +7,14 @@ Deaths are those of a run's workers: where the run itself was ended, nothing is 
 """
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import storage
 
+_LOGGER = logging.getLogger(__name__)
 _GROUP_ROWS = 16  # Enough to fill a batch, so that a careful try costs little time.
 
 
@@ -40,11 +42,8 @@ class Attempts:
         if content is not None:
             try:
                 attempts._recall(json.loads(content), forgive=forgive)
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-            ):  # Damaged: it takes more deaths to know again.
+            except (ValueError, KeyError, TypeError) as error:
+                _LOGGER.warning("%s: is damaged (%s); deaths are counted anew", attempts.uri, error)
                 attempts = cls(attempts.uri, run, number=1)
         attempts.number += 1
         return attempts

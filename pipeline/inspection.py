@@ -12,13 +12,7 @@ from pipeline.errors import DamagedOutputError, DamagedPartError, InputError
 from pipeline.failed_rows import check_errors, errors_uri
 from pipeline.lease import Holder, read_holder
 from pipeline.manifest import Manifest
-from pipeline.parts import (
-    PartReport,
-    list_parts,
-    part_uri,
-    read_part,
-    report_of,
-)
+from pipeline.parts import PartReport, list_parts, part_uri, read_part, report_of
 from pipeline.plan import Plan
 from pipeline.requests import num_samples
 from pipeline.schema import output_schema, schema_digest

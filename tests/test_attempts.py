@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from pipeline.attempts import Attempts
 
 ROWS = list(range(40))
@@ -18,6 +20,17 @@ def test_tries_are_counted_for_each_shard(tmp_path: Path) -> None:
         attempts.start([])
         assert attempts.number == number
     assert Attempts.begin(str(tmp_path), "other", "r").number == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"attempt": 1, "run": "r"}'])
+def test_what_is_damaged_is_told_and_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    begin(tmp_path).start(ROWS)
+    (tmp_path / "attempts" / "s.json").write_bytes(content)
+    attempts = begin(tmp_path)
+    assert (attempts.number, attempts.deaths) == (2, {})
+    assert "s.json: is damaged" in caplog.text
 
 
 def test_nothing_known_is_one_group(tmp_path: Path) -> None:
