@@ -26,6 +26,7 @@ DOORS = {
         "quant/config.py",
         "workers/config.py",
         "pipeline/config.py",
+        "pipeline/cluster.py",
         "pipeline/admission.py",
         "pipeline/errors.py",
         "jobs",
