@@ -45,6 +45,7 @@ def follow(output: str) -> int:
         InputError: nothing is known of a run there.
         InterruptedRunError: nothing has been heard of it for long.
     """
+    last, heard = None, time.monotonic()
     with showing() as show:
         while True:
             with naming_output(output):
@@ -56,10 +57,12 @@ def follow(output: str) -> int:
             show(progress)
             if progress.phase in ENDED:
                 return 0 if progress.phase == "complete" else 4
-            if (silent := time.time() - progress.at) > STALE_SECONDS:
+            if progress.at != last:
+                last, heard = progress.at, time.monotonic()
+            elif time.monotonic() - heard > STALE_SECONDS:
                 raise InterruptedRunError(
-                    f"output {output}: the run has not been heard of for {silent:.0f} s, so it is dead or "
-                    "out of reach; the same command goes on"
+                    f"output {output}: the run has not been heard of for {STALE_SECONDS:.0f} s, so it is "
+                    "dead or out of reach; the same command goes on"
                 )
             time.sleep(_PAUSE_SECONDS)
 

@@ -7,12 +7,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline import storage
-from pipeline.places import Place
 from pipeline.summary import Summary
 from workers.stats import AcceptanceStats
+
+if TYPE_CHECKING:
+    from pipeline.places import Place
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class Course:
     num_rows_planned: int | None = None
     before: Summary = field(default_factory=Summary)
     total: Summary = field(default_factory=Summary)
-    places: Sequence[Place] = ()
+    places: "Sequence[Place]" = ()
     _told: dict[int, tuple[Any, Counter[str]]] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
     _past: deque[tuple[float, int, int]] = field(default_factory=deque)
@@ -127,7 +129,7 @@ class Course:
             workers=() if is_over else tuple(workers),
         )
 
-    def _ask(self, places: Sequence[Place]) -> list[WorkerProgress]:
+    def _ask(self, places: "Sequence[Place]") -> list[WorkerProgress]:
         """What the workers said last; what is new of it is added to the counts."""
         workers = []
         for place in places:
@@ -197,6 +199,7 @@ class Watch:
         self._look()
 
     def _run(self) -> None:
+        self._look()
         while not self._is_over.wait(self._pause):
             self._look()
 
