@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -118,6 +119,22 @@ class _Bench(BenchConfig, _Settings):
 def say(line: str) -> None:
     """Tell people what is going on, beside the output proper."""
     print(line, file=sys.stderr, flush=True)
+
+
+class _Teller(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+_TELLER = _Teller(logging.INFO)
+
+
+def say_events() -> None:
+    """From now on, tell what happens in a run: a line for each event."""
+    for package in ("pipeline", "quant"):
+        logger = logging.getLogger(package)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_TELLER)  # Once, however often.
 
 
 def parse_run(arguments: Sequence[str]) -> RunConfig:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from jobs.cli import parse_run, say
+from jobs.cli import parse_run, say, say_events
 from jobs.folders import going_on, naming_output
 from jobs.interruption import end_on_sigterm
 from jobs.live import showing
@@ -60,6 +60,7 @@ def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool
         aside = stack.enter_context(ThreadPoolExecutor(1))
         opening = aside.submit(_open_model, folder, config.quant)
         start_ray()
+        say_events()
         kinds = choose_kinds(config.cluster.pools)
         check_paths(config, folder, uris)
         model = opening.result()

@@ -14,6 +14,7 @@ from pipeline.parts import PartReport, list_parts, part_uri, read_report
 from pipeline.shards import Shard
 
 _SAVE_SECONDS = 5.0
+_PAUSE_SHARE = 20  # As many times as long as saving took: it is to be a small part of the work.
 
 
 class Manifest:
@@ -24,7 +25,8 @@ class Manifest:
         self._output = output
         self._uri = storage.join(output, "manifest.json")
         self._reports = self._load()
-        self._saved = time.monotonic()
+        self._written: dict[str, tuple[PartReport, str]] = {}  # As JSON; most never change.
+        self._saved, self._pause = time.monotonic(), _SAVE_SECONDS
 
     def find_parts(self, shards: Iterable[Shard]) -> tuple[dict[str, PartReport], list[str]]:
         """Look which of the shards have a part.
@@ -71,15 +73,24 @@ class Manifest:
     def add(self, report: PartReport) -> None:
         """Take in a report; it is on disk a few seconds later, or after `save`."""
         self._reports[report.shard] = report
-        if time.monotonic() - self._saved >= _SAVE_SECONDS:
+        if time.monotonic() - self._saved >= self._pause:
             self.save()
 
     def save(self) -> None:
         """Write OUT/manifest.json."""
-        reports = [asdict(self._reports[shard]) for shard in sorted(self._reports)]
-        storage.write_atomic(self._uri, json.dumps({"parts": reports}).encode())
+        begun = time.monotonic()
+        parts = ", ".join(self._write(self._reports[shard]) for shard in sorted(self._reports))
+        storage.write_atomic(self._uri, f'{{"parts": [{parts}]}}'.encode())
         failpoints.reach("manifest")
         self._saved = time.monotonic()
+        self._pause = max(_SAVE_SECONDS, _PAUSE_SHARE * (self._saved - begun))
+
+    def _write(self, report: PartReport) -> str:
+        known, text = self._written.get(report.shard, (None, ""))
+        if known is not report:
+            text = json.dumps(asdict(report))
+            self._written[report.shard] = report, text
+        return text
 
     def _load(self) -> dict[str, PartReport]:
         content = storage.read_bytes(self._uri)

@@ -12,7 +12,7 @@ and the part that is there first stays (the backup tasks of MapReduce, Dean and 
 import logging
 import queue
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -70,7 +70,9 @@ class WorkerPool:
         self.agreement = Agreement([kind.config.device for kind in kinds])
         self.issued_twice: set[str] = set()
         self._rows: dict[str, int] = {}
+        self._sizes: Counter[int] = Counter()  # Of the kinds, by their numbers.
         self._waiting: deque[str] = deque()
+        self._open: set[Place] = set()  # With room for a shard.
         self._tries: dict[str, set[Place]] = {}
         self._fragile: set[str] = set()  # Shards with which a worker died.
         self._done: queue.SimpleQueue[tuple[_Call, Future[Any]]] = queue.SimpleQueue()
@@ -111,6 +113,7 @@ class WorkerPool:
 
     def _add(self, number: int) -> None:
         self.places.append(Place(number))
+        self._sizes[number] += 1
         self._fill(self.places[-1])
 
     def _fill(self, place: Place) -> None:
@@ -120,6 +123,7 @@ class WorkerPool:
                 self._weights, self._settings, self._config.shards_per_worker
             )
         )
+        self._note(place)
         self._call(_Call("ready", place, place.actor), place.actor.__ray_ready__.remote())
 
     def _call(self, call: _Call, ref: "ray.ObjectRef[Any]") -> None:
@@ -128,26 +132,32 @@ class WorkerPool:
 
     def _give(self, place: Place, shard: str, *, is_backup: bool = False) -> None:
         place.take(shard, self._rows[shard])
+        self._note(place)
         self._tries.setdefault(shard, set()).add(place)
         call = _Call("run", place, place.actor, shard)
         self._call(call, place.actor.run.remote(shard, is_backup=is_backup))
 
     def _hand_out(self) -> None:
         """Give waiting shards to those who have the fewest; ask for more workers if none has room."""
-        most = self._config.shards_per_worker
-        ready = [place for place in self.places if place.is_ready]
-        while self._waiting and ready:
-            place = min(ready, key=lambda p: len(p.shards))
-            if len(place.shards) >= most:
-                break
+        while self._waiting and self._open:
+            place = min(self._open, key=lambda p: len(p.shards))
             self._give(place, self._waiting.popleft())
-        if self._waiting and ready:
+        if self._waiting:
             self._grow()
+
+    def _note(self, place: Place) -> None:
+        """Whether a place has room for a shard."""
+        if place.is_ready and len(place.shards) < self._config.shards_per_worker:
+            self._open.add(place)
+        else:
+            self._open.discard(place)
 
     def _grow(self) -> None:
         """Twice as many of a kind, once all that were asked for are there: as far as the work goes."""
         wanted = -(-len(self._waiting) // self._config.shards_per_worker)
         for number, kind in enumerate(self.kinds):
+            if self._sizes[number] >= kind.config.num_workers:
+                continue
             mine = [place for place in self.places if place.number == number]
             if all(place.is_ready for place in mine):
                 room = kind.config.num_workers - len(mine)
@@ -185,6 +195,7 @@ class WorkerPool:
                 self._fragile.add(call.shard)
             else:
                 call.place.finish(call.shard)
+            self._note(call.place)
         return report
 
     def _hear(self, call: _Call, result: Any) -> None:
@@ -195,6 +206,7 @@ class WorkerPool:
             self.agreement.hear(place.number, result)
         else:
             place.is_ready, place.since = True, time.monotonic()
+            self._note(place)
             if self.agreement.wants(place.number):
                 ref = place.actor.probe.remote(self._probe_of)
                 self._call(_Call("probe", place, place.actor), ref)
@@ -261,11 +273,12 @@ class WorkerPool:
 
     def _let_go(self, place: Place) -> None:
         """End a worker that is not needed, if there are more than there must be: it costs money."""
-        mine = sum(other.number == place.number for other in self.places)
-        if mine <= self.kinds[place.number].config.least:
+        if self._sizes[place.number] <= self.kinds[place.number].config.least:
             return
         if not place.is_ready or time.monotonic() - place.since >= _IDLE_SECONDS:
             self.places.remove(place)
+            self._sizes[place.number] -= 1
+            self._open.discard(place)
             ray.kill(place.actor)
 
     def _replace(self, place: Place, error: Exception) -> None:
