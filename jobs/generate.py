@@ -15,6 +15,8 @@ import ray
 from jobs.cli import parse_run, say
 from jobs.folders import going_on, naming_output
 from jobs.interruption import end_on_sigterm
+from jobs.live import showing
+from jobs.nodes import check_paths, choose_kinds
 from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedOutputError, InputError
@@ -22,6 +24,7 @@ from pipeline.inspection import read_config
 from pipeline.lease import FILE as LEASE_FILE
 from pipeline.lease import Lease
 from pipeline.plan import Plan
+from pipeline.progress import Course, Watch
 from pipeline.sources import check_source, find_sources
 from quant.config import QuantConfig
 from quant.hub import find_checkpoint
@@ -57,13 +60,16 @@ def start(config: RunConfig, uris: Sequence[str], started: float, *, retry: bool
         aside = stack.enter_context(ThreadPoolExecutor(1))
         opening = aside.submit(_open_model, folder, config.quant)
         start_ray()
-        _check_devices(config)
+        kinds = choose_kinds(config.cluster.pools)
+        check_paths(config, folder, uris)
         model = opening.result()
         write_config(config)
-        from jobs.run import run
+        from jobs.run import Setting, run
 
-        with going_on(config.output):
-            return run(config, uris, model, lease, started, retry=retry)
+        course = Course()
+        show = stack.enter_context(showing())
+        with going_on(config.output), Watch(config.output, course, show):
+            return run(config, uris, model, lease, Setting(kinds, course, started), retry=retry)
 
 
 def find_inputs(config: RunConfig) -> tuple[str, ...]:
@@ -142,16 +148,6 @@ def _open_model(folder: Path, config: QuantConfig) -> "Model":
     from jobs.run import open_model
 
     return open_model(folder, config)
-
-
-def _check_devices(config: RunConfig) -> None:
-    """Refuse what no node could ever start: Ray would wait for it."""
-    if config.cluster.device == "cuda":
-        asked, found = config.cluster.num_workers, int(ray.cluster_resources().get("GPU", 0))
-        if found < asked:
-            raise InputError(
-                f"cluster.device cuda: {asked} workers need a GPU each, and Ray knows of {found}"
-            )
 
 
 def start_ray() -> None:

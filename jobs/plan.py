@@ -136,11 +136,13 @@ def format_estimate(config: RunConfig, report: PlanReport, folder: Path, tokeniz
     texts = [] if checkpoint.is_quantized else read_calibration(config.quant, tokenizer)
     digest = weights_digest(config.quant, recipe_digest(checkpoint, config.quant, texts))
     cores = os.cpu_count() or 1
-    threads = config.cluster.num_cpus_per_worker or max(1, cores // config.cluster.num_workers)
-    times = read_step_times(torch.device(config.cluster.device), digest, threads)
+    pool, *others = config.cluster.pools
+    if others:
+        return "not known: the workers are not all alike"
+    threads, workers = pool.num_cpus or max(1, cores // pool.num_workers), pool.num_workers
+    times = read_step_times(torch.device(pool.device), digest, threads)
     if times is None:
         return unknown
-    workers = config.cluster.num_workers
     seconds = estimate_seconds(report, times, config.engine.max_num_seqs, workers)
     return (
         f"about {timedelta(seconds=round(seconds))} with {workers} of this machine's workers, if every "

@@ -86,7 +86,7 @@ def _generate(state: State, requests: Sequence[Request]) -> Answers:
     pieces = prepare_pieces(checkpoint, config.quant, texts, recipe)
     use_threads(os.cpu_count() or 1, in_kernels=config.quant.precision in ("w8a8", "bf16"))
     max_len = max(2, plan.max_total_tokens)
-    backend = build_backend(config.quant.precision, config.cluster.device)
+    backend = build_backend(config.quant.precision, config.cluster.pools[0].device)
     engine = build_engine(
         TargetModel(checkpoint.architecture, pieces, backend, max_len),
         engine_config("none", 0, max_num_seqs=config.engine.max_num_seqs),

@@ -3,12 +3,10 @@
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from jobs.cli import say
 from pipeline import failpoints, storage
@@ -19,8 +17,10 @@ from pipeline.graph import write_plan
 from pipeline.lease import Lease
 from pipeline.manifest import Manifest, has_failed_rows
 from pipeline.parts import PartReport, Provenance
+from pipeline.places import Kind
 from pipeline.plan import Plan
 from pipeline.pool import WorkerPool
+from pipeline.progress import Course
 from pipeline.schema import schema_to_json
 from pipeline.shard_worker import GenerateSettings
 from pipeline.summary import Summary, describe_drafts, read_summary, sum_reports, write_summary
@@ -43,6 +43,17 @@ class Model:
     tokenizer: Any
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a run finds when it begins: its kinds of workers, where to say how it is doing, and when the
+    job began (monotonic).
+    """
+
+    kinds: Sequence[Kind]
+    course: Course
+    started: float
+
+
 def open_model(folder: Path, config: QuantConfig) -> Model:
     """Check a model's folder; raises InputError or CheckpointError with the reason."""
     checkpoint = open_checkpoint(folder)
@@ -56,14 +67,15 @@ def run(
     uris: Sequence[str],
     model: Model,
     lease: Lease,
-    started: float,
+    setting: Setting,
     *,
     retry: bool = False,
 ) -> int:
     """Plan the sources, convert, generate and sum up; returns the exit code. Ray is running.
 
-    `started`: when the job did (monotonic). With `retry`, rows that failed are tried again, too.
+    With `retry`, rows that failed are tried again, too.
     """
+    course = setting.course
     weights = _convert(config, model)
     plan = _make_plan(config, uris, model, weights)
     manifest = Manifest(config.output)
@@ -73,25 +85,30 @@ def run(
     if retry:
         done = {n: r for n, r in done.items() if not has_failed_rows(r, plan.shard(n))}
     total, fresh = sum_reports(done.values()), Summary()
-    pending = [shard.name for shard in plan.shards if shard.name not in done]
+    pending = {s.name: s.num_rows for s in plan.shards if s.name not in done}
     say(f"{plan.num_rows} rows in {len(plan.shards)} shards, {len(done)} of them done")
+    course.num_rows_planned, course.before, course.total = plan.num_rows, total, total
     first_part_after = None
     settings = _settings(config, model, plan, weights, lease.run, retry=retry)
-    for report in _generate(config, settings, weights, pending):
+    pool = WorkerPool(weights, settings, config.cluster, setting.kinds)
+    course.phase, course.places = "starting", pool.places
+    for report in _generate(pool, weights, pending):
         lease.check()
         manifest.add(report)
         failpoints.reach("part-listed", report.shard)
         total, fresh = total.add(report), fresh.add(report)
-        first_part_after = first_part_after or time.monotonic() - started
-        say(
-            f"part-{report.shard}: {report.num_rows} rows ({report.num_errors} errors), "
-            f"{total.num_rows} of {plan.num_rows} done, {fresh.tokens_per_second:.0f} tokens/s"
-        )
+        course.total = total
+        first_part_after = first_part_after or time.monotonic() - setting.started
         if total.num_samples >= _ENOUGH_SAMPLES and total.error_rate > config.max_error_rate:
             break
     storage.remove_leftovers(storage.join(config.output, "data"))  # Of workers that died.
+    manifest.read_again(pool.issued_twice)
     manifest.save()
     run = _describe_run(config, weights, fresh, first_part_after)
+    run["this_run"] |= {
+        "num_shards_issued_twice": len(pool.issued_twice),
+        "agreement_of_workers": pool.agreement.to_dict(),
+    }
     if pending:
         run |= describe_weights(weights.wait())
     else:  # They were not made this time: what was said of them stays.
@@ -99,6 +116,8 @@ def run(
             "weights": read_summary(config.output).get("weights", describe_weights({})["weights"])
         }
     write_summary(config.output, total, run)
+    if total.num_rows == plan.num_rows:
+        course.phase = "complete"
     print(format_summary(total.to_dict() | run))
     return _exit_code(config, plan, total)
 
@@ -144,13 +163,13 @@ def _exit_code(config: RunConfig, plan: Plan, total: Summary) -> int:
 
 
 def _generate(
-    config: RunConfig, settings: GenerateSettings, weights: WeightsRef, pending: list[str]
+    pool: WorkerPool, weights: WeightsRef, pending: Mapping[str, int]
 ) -> Iterator[PartReport]:
     """Generate the pending shards; raises CheckpointError if the weights turn out unusable."""
     if not pending:
         return
     try:
-        yield from WorkerPool(weights, settings, config.cluster).run(pending)
+        yield from pool.run(pending)
     except Exception:
         weights.wait()  # Workers start while the conversion runs: if it failed, its error is the one.
         raise
@@ -229,19 +248,10 @@ def _settings(
             quant=config.quant,
             max_model_len=max_model_len,
             tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
-            num_threads=_threads_per_worker(config),
-            device=config.cluster.device,
+            num_threads=1,  # These two are the kind of worker's own.
+            device="cpu",
         ),
     )
-
-
-def _threads_per_worker(config: RunConfig) -> int:
-    """An even share of the cluster's CPUs, at most a whole node's."""
-    if config.cluster.num_cpus_per_worker:
-        return config.cluster.num_cpus_per_worker
-    share = int(ray.cluster_resources().get("CPU", 1)) // config.cluster.num_workers
-    largest = max(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
-    return max(1, min(share, largest))
 
 
 def _describe_run(

@@ -2,12 +2,18 @@
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from jobs.folders import naming_output
+from jobs.live import showing
+from pipeline.errors import InputError, InterruptedRunError
 from pipeline.inspection import State, read_state
+from pipeline.progress import ENDED, STALE_SECONDS, read_progress
 from pipeline.summary import describe_drafts
+
+_PAUSE_SECONDS = 2.0
 
 
 def status(arguments: Sequence[str]) -> int:
@@ -17,11 +23,48 @@ def status(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("output", metavar="OUT", help="the run's output: a folder or a URI")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="show OUT/progress.json until the run has ended: a live view on a terminal, else a line of "
+        "JSON every few seconds; ends with 0 where it is complete, else with 4",
+    )
     given = parser.parse_args(arguments)
+    if given.follow:
+        return follow(given.output)
     with naming_output(given.output):
         state = read_state(given.output)
     print(json.dumps(describe(state)) if given.json else format_state(given.output, state))
     return 0
+
+
+def follow(output: str) -> int:
+    """Show how a run is doing until it has ended; returns the exit code.
+
+    Raises:
+        InputError: nothing is known of a run there.
+        InterruptedRunError: nothing has been heard of it for long.
+    """
+    last, heard = None, time.monotonic()
+    with showing() as show:
+        while True:
+            with naming_output(output):
+                progress = read_progress(output)
+            if progress is None:
+                raise InputError(
+                    f"output {output}: no run has said how it is doing (progress.json)"
+                )
+            show(progress)
+            if progress.phase in ENDED:
+                return 0 if progress.phase == "complete" else 4
+            if progress.at != last:
+                last, heard = progress.at, time.monotonic()
+            elif time.monotonic() - heard > STALE_SECONDS:
+                raise InterruptedRunError(
+                    f"output {output}: the run has not been heard of for {STALE_SECONDS:.0f} s, so it is "
+                    "dead or out of reach; the same command goes on"
+                )
+            time.sleep(_PAUSE_SECONDS)
 
 
 def describe(state: State) -> dict[str, Any]:

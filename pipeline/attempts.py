@@ -26,6 +26,7 @@ class Attempts:
         number: of tries, this one included.
         deaths: of workers, while the row was under way.
         alone: rows that were under way alone when a worker died.
+        is_beside: another worker is trying the same; this try leaves no trace.
     """
 
     uri: str
@@ -33,6 +34,7 @@ class Attempts:
     number: int = 0
     deaths: dict[int, int] = field(default_factory=dict)
     alone: set[int] = field(default_factory=set)
+    is_beside: bool = False
 
     @classmethod
     def begin(cls, output: str, shard: str, run: str, *, forgive: bool = False) -> "Attempts":
@@ -47,6 +49,14 @@ class Attempts:
                 attempts = cls(attempts.uri, run, number=1)
         attempts.number += 1
         return attempts
+
+    @classmethod
+    def beside(cls, output: str, shard: str, run: str) -> "Attempts | None":
+        """A try while another worker is at it; None where a row of the shard may be deadly."""
+        known = cls.begin(output, shard, "")
+        if any(known.deaths.values()):
+            return None
+        return cls(known.uri, run, max(known.number - 1, 1), is_beside=True)
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
         """The rows as they are to be tried: first, together, those that nothing is known against (there
@@ -64,6 +74,8 @@ class Attempts:
 
     def start(self, rows: Sequence[int]) -> None:
         """Write down that these rows are under way, and no others."""
+        if self.is_beside:
+            return
         content = {
             "attempt": self.number,
             "run": self.run,

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from pipeline.cluster import ClusterConfig
 from pipeline.errors import describe
 from quant.config import Precision, QuantConfig
-from workers.config import Device, EngineConfig, SamplingParams
+from workers.config import EngineConfig, SamplingParams
 
 Resume = Literal["never", "always", "if-possible"]
 TooLong = Literal["refuse", "truncate-left", "truncate-right"]
@@ -58,36 +59,6 @@ class DataConfig(BaseModel):
     def makes_chats(self) -> bool:
         """Whether prompts become messages: a system message needs another to stand before."""
         return self.chat or self.system_prompt is not None
-
-
-class ClusterConfig(BaseModel):
-    """How many workers, and what each may use."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_workers: int = Field(1, ge=1, description="Actors, each with an engine of its own.")
-    num_cpus_per_worker: int | None = Field(
-        None, ge=1, description="Threads of a worker; None: an even share of the cluster's CPUs."
-    )
-    device: Device = Field(
-        "cpu", description="What a worker runs on; cuda takes one GPU each (not yet tried on one)."
-    )
-    weights: Literal["object_store", "file"] = Field(
-        "object_store",
-        description="Where a node's workers share the weights: in Ray's object store, or in files under "
-        "the cache folder, if the store cannot hold them.",
-    )
-    shards_per_worker: int = Field(
-        4, ge=1, description="Shards a worker holds at once, so that its batch never runs dry."
-    )
-    max_restarts: int = Field(
-        20, ge=0, description="Times a worker whose process died is started again."
-    )
-    max_attempts_per_row: int = Field(
-        3,
-        ge=1,
-        description="Workers that may die with a row before it is given up; it takes three to find it.",
-    )
 
 
 class RunConfig(BaseModel):

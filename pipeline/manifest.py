@@ -59,6 +59,11 @@ class Manifest:
         """Hold these reports and no others."""
         self._reports = dict(reports)
 
+    def read_again(self, shards: Iterable[str]) -> None:
+        """Take in what the parts of these shards are, where two workers may have written them."""
+        for shard in self._reports.keys() & set(shards):
+            self._reports[shard] = read_report(self._output, shard)
+
     def get(self, shard: str) -> PartReport | None:
         """What is known of a part."""
         return self._reports.get(shard)

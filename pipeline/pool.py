@@ -4,161 +4,271 @@ Each worker is an actor that is handed a few shards at a time, so that whoever i
 worker that dies is replaced, and its shards go to the next that has room: where its node is gone and no
 other has room for it, the rest of the pool does its work. (Ray Data's actor pool leaves the shards of a
 dead actor to that actor until it can be started again.)
+
+Once no shard waits, who has nothing to do is given a shard that another, slower one would finish later,
+and the part that is there first stays (the backup tasks of MapReduce, Dean and Ghemawat 2004).
 """
 
 import logging
-import os
+import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from pipeline import failpoints
-from pipeline.config import ClusterConfig
+from pipeline.agreement import Agreement
+from pipeline.cluster import ClusterConfig
 from pipeline.errors import WorkerLostError
 from pipeline.parts import PartReport
-from pipeline.shard_worker import GenerateSettings, ShardWorker
+from pipeline.places import Kind, Place, mean_pace
+from pipeline.shard_worker import GenerateSettings
 from quant.store import WeightsRef
-from workers.actor import worker_environment
 
 _LOGGER = logging.getLogger(__name__)
 _LOGS = "/tmp/ray/session_latest/logs, on each node"
 _PATIENCE_SECONDS = 60.0  # Without any worker, until that is told.
+_TICK_SECONDS = 0.5
+_LOOK_SECONDS = 2.0  # Between two questions how a worker is doing; longer where they are very many:
+_LOOKS_PER_SECOND = 200
+_IDLE_SECONDS = 10.0  # Until a worker that is not needed any more is let go.
 
 
-@dataclass(eq=False)
-class _Place:
-    """A worker's place in the pool, and the actor that fills it.
-
-    Attributes:
-        is_ready: whether the actor's process is there.
-        num_shards: handed to it, and not done.
-        num_deaths: since a worker at this place last finished a shard.
-    """
-
-    actor: Any = None
-    is_ready: bool = False
-    num_shards: int = 0
-    num_deaths: int = 0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Call:
-    """What an actor was asked for: a shard, or, where there is none, to be there."""
+    """What an actor was asked for: to be there, a shard, how it is doing, or a few answers."""
 
-    place: _Place
+    what: Literal["ready", "run", "state", "probe"]
+    place: Place
     actor: Any
-    shard: str | None
+    shard: str = ""
 
 
 class WorkerPool:
-    """Actors that generate and commit shards."""
+    """Actors that generate and commit shards.
+
+    Attributes:
+        places: of the workers that there are, or that are waited for.
+        agreement: whether the kinds of workers answer alike.
+        issued_twice: shards that were given to a second worker, too.
+    """
 
     def __init__(
-        self, weights: WeightsRef, settings: GenerateSettings, config: ClusterConfig
+        self,
+        weights: WeightsRef,
+        settings: GenerateSettings,
+        config: ClusterConfig,
+        kinds: Sequence[Kind],
     ) -> None:
         """Start nothing yet. `weights` must stay alive as long as the pool."""
-        self._weights, self._settings, self._config = weights, settings, config
-        self._places: list[_Place] = []
+        self._weights, self._settings, self._config, self.kinds = weights, settings, config, kinds
+        self.places: list[Place] = []
+        self.agreement = Agreement([kind.config.device for kind in kinds])
+        self.issued_twice: set[str] = set()
+        self._rows: dict[str, int] = {}
         self._waiting: deque[str] = deque()
-        self._calls: dict[ray.ObjectRef[Any], _Call] = {}
+        self._tries: dict[str, set[Place]] = {}
+        self._fragile: set[str] = set()  # Shards with which a worker died.
+        self._done: queue.SimpleQueue[tuple[_Call, Future[Any]]] = queue.SimpleQueue()
+        self._had_worker = self._ticked = time.monotonic()
 
-    def run(self, shards: Sequence[str]) -> Iterator[PartReport]:
-        """Yield a report for each shard as soon as its part is in place.
+    def run(self, shards: Mapping[str, int]) -> Iterator[PartReport]:
+        """Yield a report for each shard as soon as its part is in place; they come with their rows.
 
         Raises:
             OSError: the output cannot be read or written any more.
             InputError: a prompt shard is damaged.
             WorkerLostError: a worker's process died, and was started again as often as it may be.
         """
+        self._rows = dict(shards)
         self._waiting += shards
+        left = set(shards)
         try:
-            for _ in range(min(self._config.num_workers, len(shards))):
-                self._places.append(_Place())
-                self._fill(self._places[-1])
-            num_left = len(shards)
-            while num_left:
+            self._begin()
+            while left:
                 self._hand_out()
-                for report in self._collect():
-                    num_left -= 1
-                    yield report
+                for call, outcome in self._ended():
+                    report = self._take(call, outcome)
+                    if report is not None and call.shard in left:
+                        left.remove(call.shard)
+                        yield report
         finally:
-            for place in self._places:
+            for place in self.places:
                 ray.kill(place.actor)
 
-    def _fill(self, place: _Place) -> None:
+    def _begin(self) -> None:
+        """Start as many workers of each kind as there are to be, and no more than there are shards."""
+        for number, kind in enumerate(self.kinds):
+            for _ in range(kind.config.least):
+                if len(self.places) < len(self._rows):
+                    self._add(number)
+        self._sent = self._weights.send()
+        self._probe_of = next(iter(self._rows), "")
+
+    def _add(self, number: int) -> None:
+        self.places.append(Place(number))
+        self._fill(self.places[-1])
+
+    def _fill(self, place: Place) -> None:
         """Start an actor at a place; it may be long until a node has room for it."""
-        threads = self._settings.worker.num_threads
-        place.actor = (
-            ray.remote(ShardWorker)
-            .options(
-                # Half a CPU is left to the conversion task, should its pieces have to be made again.
-                num_cpus=threads - 0.5,
-                num_gpus=1 if self._config.device == "cuda" else None,
-                max_concurrency=self._config.shards_per_worker,
-                runtime_env={"env_vars": worker_environment(threads) | _failpoint()},
+        place.reset(
+            self.kinds[place.number].start(
+                self._weights, self._settings, self._config.shards_per_worker
             )
-            .remote([self._weights], self._settings)
         )
-        place.is_ready, place.num_shards = False, 0
-        ready = place.actor.__ray_ready__.remote()
-        self._calls[ready] = _Call(place, place.actor, None)
+        self._call(_Call("ready", place, place.actor), place.actor.__ray_ready__.remote())
+
+    def _call(self, call: _Call, ref: "ray.ObjectRef[Any]") -> None:
+        future: Future[Any] = ref.future()
+        future.add_done_callback(lambda ended: self._done.put((call, ended)))
+
+    def _give(self, place: Place, shard: str, *, is_backup: bool = False) -> None:
+        place.take(shard, self._rows[shard])
+        self._tries.setdefault(shard, set()).add(place)
+        call = _Call("run", place, place.actor, shard)
+        self._call(call, place.actor.run.remote(shard, is_backup=is_backup))
 
     def _hand_out(self) -> None:
-        """Give waiting shards to those who have the fewest."""
-        ready = [place for place in self._places if place.is_ready]
+        """Give waiting shards to those who have the fewest; ask for more workers if none has room."""
+        most = self._config.shards_per_worker
+        ready = [place for place in self.places if place.is_ready]
         while self._waiting and ready:
-            place = min(ready, key=lambda p: p.num_shards)
-            if place.num_shards >= self._config.shards_per_worker:
-                return
-            shard = self._waiting.popleft()
-            place.num_shards += 1
-            self._calls[place.actor.run.remote(shard)] = _Call(place, place.actor, shard)
-
-    def _collect(self) -> Iterator[PartReport]:
-        """Wait until some calls have ended; what shards became of them."""
-        for call, ref in self._ended():
-            place, is_current = call.place, call.actor is call.place.actor
-            try:
-                report = ray.get(ref)
-            except RayActorError as error:
-                if call.shard is not None:
-                    self._waiting.appendleft(call.shard)
-                if is_current:
-                    self._replace(place, error)
-            except RayTaskError as error:
-                raise error.cause from error  # Without the traceback that Ray puts before it.
-            else:
-                if call.shard is None:
-                    place.is_ready = True
-                    continue
-                place.num_shards -= is_current
-                place.num_deaths = 0
-                yield report
-
-    def _ended(self) -> list[tuple[_Call, "ray.ObjectRef[Any]"]]:
-        """Calls that have ended, one at least, in the order they were made."""
-        since = time.monotonic()
-        while True:
-            refs = list(self._calls)
-            some, _ = ray.wait(refs, timeout=_PATIENCE_SECONDS, fetch_local=False)
-            if some:
+            place = min(ready, key=lambda p: len(p.shards))
+            if len(place.shards) >= most:
                 break
-            if not any(place.is_ready for place in self._places):
-                _LOGGER.warning(
-                    "no node has had room for a worker (%g CPUs%s) for %d s; waiting",
-                    self._settings.worker.num_threads - 0.5,
-                    ", a GPU" if self._config.device == "cuda" else "",
-                    time.monotonic() - since,
-                )
-        ended = set(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
-        return [(self._calls.pop(ref), ref) for ref in refs if ref in ended]
+            self._give(place, self._waiting.popleft())
+        if self._waiting and ready:
+            self._grow()
 
-    def _replace(self, place: _Place, error: Exception) -> None:
+    def _grow(self) -> None:
+        """Twice as many of a kind, once all that were asked for are there: as far as the work goes."""
+        wanted = -(-len(self._waiting) // self._config.shards_per_worker)
+        for number, kind in enumerate(self.kinds):
+            mine = [place for place in self.places if place.number == number]
+            if all(place.is_ready for place in mine):
+                room = kind.config.num_workers - len(mine)
+                for _ in range(min(wanted, room, max(1, len(mine)))):
+                    self._add(number)
+                    wanted -= 1
+
+    def _take(self, call: _Call, outcome: "Future[Any]") -> PartReport | None:
+        """What became of a call: the report of a shard that is done, if it was about one."""
+        place, is_current = call.place, call.actor is call.place.actor
+        try:
+            result = outcome.result()
+        except RayActorError as error:
+            if call.what == "run":
+                self._lose(call)
+            if is_current and place in self.places:
+                self._replace(place, error)
+        except RayTaskError as error:
+            raise error.cause from error  # Without the traceback that Ray puts before it.
+        else:
+            if call.what == "run":
+                return self._finish(call, result, is_current=is_current)
+            if is_current:
+                self._hear(call, result)
+        return None
+
+    def _finish(
+        self, call: _Call, report: PartReport | None, *, is_current: bool
+    ) -> PartReport | None:
+        """A try has ended; without a report where it was a backup that was of no use."""
+        self._tries[call.shard].discard(call.place)
+        if is_current:
+            if report is None:
+                call.place.shards.pop(call.shard)
+                self._fragile.add(call.shard)
+            else:
+                call.place.finish(call.shard)
+        return report
+
+    def _hear(self, call: _Call, result: Any) -> None:
+        place = call.place
+        if call.what == "state":
+            place.state = result
+        elif call.what == "probe":
+            self.agreement.hear(place.number, result)
+        else:
+            place.is_ready, place.since = True, time.monotonic()
+            if self.agreement.wants(place.number):
+                ref = place.actor.probe.remote(self._probe_of)
+                self._call(_Call("probe", place, place.actor), ref)
+
+    def _lose(self, call: _Call) -> None:
+        """A worker died with a shard: it waits again, unless another is at it."""
+        tries = self._tries[call.shard]
+        tries.discard(call.place)
+        self._fragile.add(call.shard)
+        if not tries:
+            self._waiting.appendleft(call.shard)
+
+    def _ended(self) -> Iterator[tuple[_Call, "Future[Any]"]]:
+        """Calls that have ended, in the order they did; after a while without, none."""
+        try:
+            yield self._done.get(timeout=_TICK_SECONDS)
+            while True:
+                yield self._done.get_nowait()
+        except queue.Empty:
+            if time.monotonic() - self._ticked >= _TICK_SECONDS:
+                self._tick()
+
+    def _tick(self) -> None:
+        """What is done from time to time: ask how workers are doing, help the slow ones, let idle ones
+        go, complain.
+        """
+        now = self._ticked = time.monotonic()
+        pause = max(_LOOK_SECONDS, len(self.places) / _LOOKS_PER_SECOND)
+        for place in self.places:
+            if place.is_ready and now - place.looked >= pause:
+                place.looked = now
+                self._call(_Call("state", place, place.actor), place.actor.state.remote())
+        if not self._waiting:
+            for place in list(self.places):
+                if not place.shards and not (place.is_ready and self._back_up(place)):
+                    self._let_go(place)
+        if any(place.is_ready for place in self.places):
+            self._had_worker = now
+        elif now - self._had_worker >= _PATIENCE_SECONDS:
+            kinds = " or ".join(dict.fromkeys(str(self.kinds[p.number]) for p in self.places))
+            _LOGGER.warning("no node has had room for a worker (%s) for a while; waiting", kinds)
+            self._had_worker = now
+
+    def _back_up(self, idle: Place) -> bool:
+        """Let a worker that has nothing to do have what another would finish last, and later than it."""
+        if self._settings.retry:  # Parts that are there are to be replaced.
+            return False
+        mean = mean_pace(self.places)
+        if mean is None:
+            return False
+        late = [
+            (place.seconds_left(shard, place.seconds_per_row or mean), shard)
+            for place in self.places
+            for shard in list(place.shards)[-1:]
+            if len(self._tries[shard]) == 1 and shard not in self._fragile | self.issued_twice
+        ]
+        seconds, shard = max(late, default=(0.0, ""))
+        if not shard or seconds <= self._rows[shard] * (idle.seconds_per_row or mean):
+            return False
+        _LOGGER.info("shard %s: issued again, to a worker with nothing to do", shard)
+        self.issued_twice.add(shard)
+        self._give(idle, shard, is_backup=True)
+        return True
+
+    def _let_go(self, place: Place) -> None:
+        """End a worker that is not needed, if there are more than there must be: it costs money."""
+        mine = sum(other.number == place.number for other in self.places)
+        if mine <= self.kinds[place.number].config.least:
+            return
+        if not place.is_ready or time.monotonic() - place.since >= _IDLE_SECONDS:
+            self.places.remove(place)
+            ray.kill(place.actor)
+
+    def _replace(self, place: Place, error: Exception) -> None:
         """Start another worker where one died."""
         place.num_deaths += 1
         if place.num_deaths > self._config.max_restarts:
@@ -169,9 +279,3 @@ class WorkerPool:
             ) from error
         ray.kill(place.actor)  # It may only be out of reach.
         self._fill(place)
-
-
-def _failpoint() -> dict[str, str]:
-    """What a test has set here counts in the workers, too."""
-    wanted = os.environ.get(failpoints.VARIABLE)
-    return {failpoints.VARIABLE: wanted} if wanted else {}

@@ -6,23 +6,26 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from pipeline import failpoints
+from pipeline.agreement import NUM_PROMPTS, probe_params
 from pipeline.attempts import Attempts
 from pipeline.duplicates import Duplicates, find_answers
 from pipeline.errors import DamagedPartError
 from pipeline.floor import Floor
+from pipeline.metrics import WorkerMetrics
 from pipeline.parts import (
     PartReport,
     Provenance,
     answer_row,
     commit_part,
     dead_rows,
+    find_part,
     read_part,
     refused_row,
     shared_row,
@@ -90,6 +93,14 @@ class _Task:
                 self.answered.append((index, shared_row(answer, self.rows[index])))
 
 
+@dataclass(frozen=True)
+class WorkerState:
+    """How a worker is doing: its name (`device:host:pid`), and its engine's counts (`workers.tally`)."""
+
+    name: str
+    counts: dict[str, int]
+
+
 class ShardWorker:
     """Answers shards by their names: an actor of `pipeline.pool`."""
 
@@ -104,15 +115,41 @@ class ShardWorker:
         self._turn = asyncio.Lock()
         self._floor = Floor()
         self._ended: dict[str, asyncio.Event] = {}
+        self._metrics: WorkerMetrics | None = None
 
-    async def run(self, shard: str) -> PartReport:
-        """Answer every row of a shard and commit its part; raises OSError if storage fails for good."""
+    async def run(self, shard: str, *, is_backup: bool = False) -> PartReport | None:
+        """Answer every row of a shard and commit its part; raises OSError if storage fails for good.
+
+        If another worker was faster, its part stays. A backup, which is tried while another worker is at
+        the shard, gives None, and nothing is done, where rows of the shard may be deadly.
+        """
         with self._under_way(shard):
-            return await self._answer_shard(shard)
+            return await self._answer_shard(shard, is_backup=is_backup)
 
-    async def _answer_shard(self, shard: str) -> PartReport:
+    async def state(self) -> WorkerState:
+        """How this worker is doing; Ray's metrics are told as well."""
+        if self._metrics is None:
+            self._metrics = WorkerMetrics(self._worker.name)
+        self._metrics.publish(self._worker.tally)
+        return WorkerState(self._worker.name, self._worker.tally.to_dict())
+
+    async def probe(self, shard: str) -> dict[str, list[int]]:
+        """Greedy answers, of a few tokens, to the first rows of a shard that can run, by their ids."""
+        rows = (await asyncio.to_thread(read_shard, self._settings.output, shard)).to_pylist()
+        rows = [row for row in rows if row["error"] is None][:NUM_PROMPTS]
+        requests = [request for row in rows for request in self._requests(row)[:1]]
+        short = [
+            replace(request, params=probe_params(request.params.max_tokens)) for request in requests
+        ]
+        answers = [answer async for answer in self._worker.submit(short)]
+        return {answer.request.id: list(answer.token_ids) for answer in answers}
+
+    async def _answer_shard(self, shard: str, *, is_backup: bool) -> PartReport | None:
+        settings = self._settings
         async with self._turn:  # Shards enter the engine's queue in the order they came.
-            task = await asyncio.to_thread(self._open, shard)
+            task = await asyncio.to_thread(self._open, shard, is_backup=is_backup)
+            if task is None:
+                return None
             begun = await self._begin(task)
         await self._finish(task, *begun)
         if task.duplicates.elsewhere:
@@ -121,7 +158,10 @@ class ShardWorker:
         task.share()
         await asyncio.to_thread(task.attempts.start, [])
         task.answered.sort(key=lambda item: (item[0], item[1]["sample_idx"]))
-        settings = self._settings
+        if not settings.retry:
+            find = partial(find_part, settings.output, shard, len(task.rows))
+            if (placed := await asyncio.to_thread(find)) is not None:
+                return placed
         return await asyncio.to_thread(
             commit_part,
             settings.output,
@@ -130,7 +170,7 @@ class ShardWorker:
             task.plan,
             self._schema,
             settings.provenance,
-            is_first=task.attempts.number == 1 and not settings.retry,
+            is_first=task.attempts.number == 1 and not settings.retry and not is_backup,
         )
 
     async def _begin(self, task: _Task) -> tuple[AsyncIterator[Completion], list[list[int]]]:
@@ -182,12 +222,18 @@ class ShardWorker:
         finally:
             self._ended.pop(shard).set()
 
-    def _open(self, shard: str) -> _Task:
-        """Read a shard, count the try, and take over what is answered already."""
+    def _open(self, shard: str, *, is_backup: bool) -> _Task | None:
+        """Read a shard, count the try, and take over what is answered already; None if it is given up."""
         settings = self._settings
+        where = settings.output, shard, settings.run
+        if is_backup:
+            attempts = Attempts.beside(*where)
+        else:
+            attempts = Attempts.begin(*where, forgive=settings.retry)
+        if attempts is None:
+            return None
         plan = read_shard(settings.output, shard)
         rows = plan.select(PLAN_SCHEMA.names).to_pylist()
-        attempts = Attempts.begin(settings.output, shard, settings.run, forgive=settings.retry)
         common = {
             "attempt": attempts.number,
             "model": settings.provenance.model,

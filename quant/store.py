@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import ray
 import torch
 from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quant.architecture import Architecture
 from quant.calibrate import Text
@@ -25,6 +26,7 @@ from quant.prepare import prepared, recipe_digest, report_of, weights_digest
 
 Placement = Literal["object_store", "file"]
 STORE_SHARE = 0.9
+_LAYERS_IN_WORK = 8  # What conversion and calibration hold in memory at a time, in int8 layers.
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,21 @@ class WeightsRef:
             return node_copy(self.digest, (ray.get(ref) for ref in self.pieces))
         return ray.get(list(self.pieces))
 
+    def send(self) -> "list[ray.ObjectRef[None]]":
+        """Let every node that may get a worker fetch the pieces, once, as soon as they are there.
+
+        The workers of a node that start at a time find them then. Returns what to keep until they do.
+        """
+        nodes = _working_nodes()
+        if len(nodes) == 1:
+            return []
+        return [
+            _fetch_task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote([self])
+            for node in nodes
+        ]
+
 
 def convert_to_store(
     checkpoint: Checkpoint,
@@ -77,12 +94,17 @@ def convert_to_store(
         placement: where a node's workers read the pieces: in its object store, or in a file of its own.
 
     Raises:
-        CheckpointError: some node's object store cannot hold the weights.
+        CheckpointError: some node's object store cannot hold the weights, or none has the memory to make
+            them.
     """
+    needed = num_bytes(checkpoint.architecture, config)
     if placement == "object_store":
-        _check_stores(num_bytes(checkpoint.architecture, config))
+        _check_stores(needed)
+    memory = needed // checkpoint.architecture.num_layers * _LAYERS_IN_WORK
+    _check_memory(memory)
     recipe = recipe_digest(checkpoint, config, texts)
-    task = _convert_task.options(num_returns=num_pieces(checkpoint) + 1, name="convert")
+    num_returns = num_pieces(checkpoint) + 1
+    task = _convert_task.options(num_returns=num_returns, memory=memory, name="convert")
     refs = cast("list[ray.ObjectRef[Any]]", task.remote(checkpoint, config, texts, recipe))
     *pieces, report = refs
     digest = weights_digest(config, recipe)
@@ -91,14 +113,35 @@ def convert_to_store(
 
 def _check_stores(needed: int) -> None:
     """Every node may get a worker, and its store must hold the weights beside what passes through."""
-    for node in ray.nodes():
+    for node in _working_nodes():
         size = int(node["Resources"].get("object_store_memory", 0))
-        if node["Alive"] and needed > STORE_SHARE * size:
+        if needed > STORE_SHARE * size:
             raise CheckpointError(
                 f"the weights take {needed / 2**30:.2f} GiB, and the object store of node "
                 f"{node['NodeManagerHostname']} holds {size / 2**30:.2f} GiB: start Ray with a larger "
                 "--object-store-memory, or set --cluster.weights file"
             )
+
+
+def _check_memory(needed: int) -> None:
+    """One node at least must be able to make the weights; Ray would wait for it for ever."""
+    nodes = _working_nodes()
+    most = max((int(node["Resources"].get("memory", 0)) for node in nodes), default=needed)
+    if needed > most:
+        raise CheckpointError(
+            f"making the weights takes {needed / 2**30:.2f} GiB of memory, and no node has more than "
+            f"{most / 2**30:.2f} GiB: start Ray with a larger --memory, or on a larger node"
+        )
+
+
+def _working_nodes() -> list[dict[str, Any]]:
+    """The nodes that may get work; a head without CPUs gets none."""
+    return [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _fetch_task(weights: Sequence[WeightsRef]) -> None:
+    weights[0].attach()
 
 
 # A generator with a fixed number of returns: Ray stores each piece as it is yielded, so the task

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from jobs.__main__ import main
 from jobs.cli import SHORTCUTS, parse_run
+from pipeline.cluster import WorkersConfig
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
 from workers.config import SamplingParams
@@ -112,9 +113,17 @@ _OTHER = {
     "cluster.shards_per_worker": 2,
     "cluster.weights": "file",
     "cluster.device": "cuda",
+    "cluster.workers": (WorkersConfig(num_workers=3, resources={"rack": 1}),),
     "cluster.max_restarts": 5,
     "cluster.max_attempts_per_row": 4,
 }
+
+
+def as_text(value: object) -> object:
+    """The value on a command line; of several, the first."""
+    if isinstance(value, tuple):
+        return as_text(value[0])
+    return f"[{value.model_dump_json()}]" if isinstance(value, WorkersConfig) else value
 
 
 def test_every_key_is_a_dotted_flag() -> None:
@@ -123,7 +132,7 @@ def test_every_key_is_a_dotted_flag() -> None:
     assert keys - _OTHER.keys() == set(), "a new key: give it a value in _OTHER"
     for key in keys:
         value = _OTHER[key]
-        text = value[0] if isinstance(value, tuple) else value
+        text = as_text(value)
         flags = [f"--{key}"] if value is True else [f"--{key}", str(text)]
         changed = leaves(parse_run([*NEEDED, *flags]))
         assert changed[key] == value != defaults[key]
@@ -290,8 +299,9 @@ def test_a_mistake_in_the_file_is_named(
 
 def test_the_resolved_config_is_the_same_run_again(tmp_path: Path) -> None:
     flags = []
-    for key, value in _OTHER.items():
-        text = value[0] if isinstance(value, tuple) else value
+    others = {key: value for key, value in _OTHER.items() if key != "cluster.workers"}  # Or these.
+    for key, value in others.items():
+        text = as_text(value)
         flags += [f"--{key}"] if value is True else [f"--{key}", str(text)]
     config = parse_run([*NEEDED, "--input", "é b.jsonl", *flags])
     again = parse_run(["--config", write_yaml(tmp_path, config.to_yaml())])
@@ -325,12 +335,13 @@ def test_identity_leaves_out_what_changes_only_the_time() -> None:
             "resume",
             *("max_error_rate", "cluster.max_restarts", "cluster.max_attempts_per_row"),
             "cluster.device",
+            "cluster.workers",
         ),
     }
     elsewhere = {"model", "input"}  # Told apart by their content, in the plan.
     assert config.identity().keys() == leaves(config).keys() - timing - elsewhere
     for key, value in _OTHER.items():
-        text = value[0] if isinstance(value, tuple) else value
+        text = as_text(value)
         flags = [f"--{key}"] if value is True else [f"--{key}", str(text)]
         changed = parse_run([*NEEDED, *flags])
         assert (changed.digest() == config.digest()) == (key in timing), key

@@ -354,7 +354,10 @@ def test_another_configuration_or_a_foreign_folder_is_refused(
     refused(*good, "--output", out / "thesis.txt", named=("thesis.txt", "file"))
 
 
-@pytest.mark.parametrize(("gpus", "workers"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("gpus", "workers", "named"),
+    [(0, 1, "no node has room for a cuda worker"), (1, 2, "need 2 GPU, and Ray")],
+)
 def test_gpus_that_are_not_there_are_not_waited_for(
     refused: Any,
     tiny_checkpoint: Path,
@@ -363,11 +366,17 @@ def test_gpus_that_are_not_there_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
     workers: int,
+    named: str,
 ) -> None:
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0, "GPU": float(gpus)})
+    node = {"Alive": True, "NodeManagerHostname": "here"}
+    resources = {"CPU": 2.0, "GPU": float(gpus)} if gpus else {"CPU": 2.0}
+    monkeypatch.setattr("ray.nodes", lambda: [node | {"Resources": resources}])
+    monkeypatch.setattr(
+        jobs.nodes.state.state, "get_max_resources_from_cluster_config", lambda: None
+    )
     rest = ("--input", one_prompt, "--output", tmp_path / "out", "--num-workers", workers)
     given = ("--model", tiny_checkpoint, *rest, "--cluster.device", "cuda")
-    refused(*given, named=("cluster.device", f"knows of {gpus}"), ray_starts=True)
+    refused(*given, named=("cluster: ", named), ray_starts=True)
 
 
 def test_a_refused_run_does_not_claim_its_folder(

@@ -5,28 +5,62 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeline import pool
-from pipeline.config import ClusterConfig
+from pipeline import places, pool
+from pipeline.agreement import Agreement
+from pipeline.cluster import ClusterConfig
 from pipeline.errors import WorkerLostError
+from pipeline.places import Kind
 from pipeline.pool import WorkerPool
+from pipeline.shard_worker import WorkerState
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
-SETTINGS: Any = SimpleNamespace(worker=SimpleNamespace(num_threads=1))  # Half a CPU: six have room.
+
+@dataclass(frozen=True)
+class Worker:
+    num_threads: int = 0
+    device: str = ""
 
 
-def stub(folder: Path) -> type:
+@dataclass(frozen=True)
+class Settings:
+    """Of which the pool changes the worker."""
+
+    worker: Worker = field(default_factory=Worker)
+    retry: bool = False
+
+
+class Weights:
+    def send(self) -> list[Any]:
+        return []
+
+
+def make_pool(settings: Any = Settings(), num_threads: int = 1, **changed: Any) -> WorkerPool:
+    """Of workers that take half a CPU each: six have room."""
+    config = ClusterConfig(**changed)
+    kinds = [Kind(pool, pool.num_cpus or num_threads) for pool in config.pools]
+    return WorkerPool(Weights(), settings, config, kinds)  # type: ignore[arg-type]
+
+
+def of_rows(shards: list[str]) -> dict[str, int]:
+    """Shards with as many rows as their names say behind an `x`."""
+    return {shard: int(shard.partition("x")[2] or 1) for shard in shards}
+
+
+def stub(folder: Path) -> type:  # noqa: C901 - what becomes of a shard is a list of cases
     """A worker whose shards say what becomes of it; each try leaves a file."""
     where = str(folder)
 
     class Stub:  # Local, so that Ray carries it to its processes by value.
         def __init__(self, weights: Any, settings: Any) -> None:
+            self._device = settings.worker.device
+            open(os.path.join(where, f"worker-{os.getpid()}"), "x").close()
             self._first = os.path.join(where, "first")
             try:
                 os.close(os.open(self._first, os.O_CREAT | os.O_EXCL))
@@ -34,7 +68,13 @@ def stub(folder: Path) -> type:
             except FileExistsError:
                 self._is_first = False
 
-        async def run(self, shard: str) -> Any:
+        async def state(self) -> WorkerState:
+            return WorkerState(f"stub:{os.getpid()}", {"num_tokens": 7})
+
+        async def probe(self, shard: str) -> dict[str, list[int]]:
+            return {"a": [1, 2], "b": [3], "c": [4 if self._device == "cpu" else 5]}
+
+        async def run(self, shard: str, *, is_backup: bool = False) -> Any:
             what, _, times = shard.partition(":")[0].partition("*")
             names = await asyncio.to_thread(os.listdir, where)
             tries = sum(name.startswith(f"{shard}.") for name in names)
@@ -45,7 +85,16 @@ def stub(folder: Path) -> type:
                 raise OSError(28, "No space left on device")
             if what == "bug":
                 raise ZeroDivisionError("ours")
-            await asyncio.sleep(0.5 if what == "slow" and self._is_first else 0.02)
+            while what == "meet" and sum(n.startswith("worker-") for n in os.listdir(where)) < 2:
+                await asyncio.sleep(0.02)
+            while what == "stuck" and self._is_first:  # Until another worker is at it.
+                if sum(n.startswith(f"{shard}.") for n in os.listdir(where)) > 1:
+                    break
+                await asyncio.sleep(0.02)
+            if what == "fragile" and is_backup:
+                return None
+            is_slow = self._device == "npu" or (what != "a" and self._is_first)
+            await asyncio.sleep(0.5 if is_slow else 0.02)
             return f"{shard} by {os.getpid()}"
 
     return Stub
@@ -57,15 +106,18 @@ Run = Any
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Run shards, in the order they were done: [(shard, pid)]."""
-    monkeypatch.setattr(pool, "ShardWorker", stub(tmp_path))
+    monkeypatch.setattr(places, "ShardWorker", stub(tmp_path))
 
     def go(shards: list[str], **changed: Any) -> list[tuple[str, str]]:
-        workers = WorkerPool(None, SETTINGS, ClusterConfig(**changed))  # type: ignore[arg-type]
-        reports: Any = list(workers.run(shards))
+        reports: Any = list(make_pool(**changed).run(of_rows(shards)))
         return [(shard, pid) for shard, _, pid in (report.partition(" by ") for report in reports)]
 
     yield go
     assert actors_alive() == 0, "all actors are ended"
+
+
+def tries_of(folder: Path, shard: str) -> int:
+    return len(list(folder.glob(f"{shard}.*")))
 
 
 def actors_alive() -> int:
@@ -81,7 +133,7 @@ def actors_alive() -> int:
 
 
 def test_each_shard_is_done_once(run: Run) -> None:
-    shards = [f"a:{i}" for i in range(30)]
+    shards = [f"meet:{i}" for i in range(30)]
     done = run(shards, num_workers=2, shards_per_worker=3)
     assert sorted(shard for shard, _ in done) == sorted(shards)
     assert len({pid for _, pid in done}) == 2
@@ -93,10 +145,11 @@ def test_one_worker_keeps_the_order(run: Run) -> None:
 
 
 def test_who_is_slower_gets_less(run: Run) -> None:
-    done = run([f"slow:{i}" for i in range(30)], num_workers=2, shards_per_worker=1)
+    shards = ["meet:0", *(f"slow:{i}" for i in range(30))]
+    done = run(shards, num_workers=2, shards_per_worker=1)
     by_worker = sorted(sum(p == pid for _, p in done) for pid in {pid for _, pid in done})
     assert by_worker[0] <= 8, by_worker
-    assert sum(by_worker) == 30
+    assert sum(by_worker) == 31
 
 
 def test_shards_of_a_worker_that_dies_are_done_by_others(run: Run, tmp_path: Path) -> None:
@@ -147,15 +200,111 @@ def test_that_no_worker_finds_room_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(pool, "_PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(pool._LOGGER, "warning", tell)
-    large: Any = SimpleNamespace(worker=SimpleNamespace(num_threads=50))
-    workers = WorkerPool(None, large, ClusterConfig())  # type: ignore[arg-type]
-    with pytest.raises(Told, match=r"no node has had room for a worker \(49\.5 CPUs\) for \d+ s"):
-        list(workers.run(["a:1"]))
+    with pytest.raises(Told, match=r"no node has had room for a worker \(49\.5 CPUs\)"):
+        list(make_pool(num_threads=50).run({"a:1": 1}))
 
 
 def test_a_run_that_is_left_early_ends_its_workers(run: Run) -> None:
-    workers = WorkerPool(None, SETTINGS, ClusterConfig(num_workers=2))  # type: ignore[arg-type]
-    reports = workers.run([f"a:{i}" for i in range(20)])
+    reports = make_pool(num_workers=2).run({f"a:{i}": 1 for i in range(20)})
     next(reports)
     reports.close()  # type: ignore[attr-defined]
     assert run(["a:again"]) != []
+
+
+def test_the_last_shards_are_issued_again_to_who_has_nothing_to_do(
+    run: Run, tmp_path: Path
+) -> None:
+    """The first worker does nothing with a shard until the other is at it, too."""
+    shards = [f"stuck:{i}" for i in range(8)]
+    done = run(shards, num_workers=2, shards_per_worker=4)
+    assert sorted(shard for shard, _ in done) == shards
+    assert sum(tries_of(tmp_path, shard) for shard in shards) == 12
+
+
+def test_a_shard_with_a_deadly_row_is_not_issued_again(run: Run, tmp_path: Path) -> None:
+    """Its backup says no, and is not asked again."""
+    shards = [f"slow:{i}" for i in range(20)] + ["fragile:x"]
+    done = run(shards, num_workers=2, shards_per_worker=4)
+    assert sorted(shard for shard, _ in done) == sorted(shards)
+    assert tries_of(tmp_path, "fragile:x") <= 2
+
+
+def test_retried_shards_are_not_issued_again(run: Run, tmp_path: Path) -> None:
+    shards = [f"slow:{i}" for i in range(20)]
+    run(shards, settings=Settings(retry=True), num_workers=2, shards_per_worker=8)
+    assert [shard for shard in shards if tries_of(tmp_path, shard) > 1] == []
+
+
+def test_a_pool_grows_as_long_as_shards_wait(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    add = WorkerPool._add
+    monkeypatch.setattr(WorkerPool, "_add", lambda self, n: (started.append(n), add(self, n)))
+    grows = [{"min_workers": 1, "num_workers": 4}]
+    done = run([f"slow:{i}" for i in range(300)], workers=grows, shards_per_worker=2)
+    assert len(done) == 300
+    assert len(started) == 4
+    assert len({pid for _, pid in done}) > 1
+
+
+def test_a_pool_does_not_grow_for_few_shards(run: Run) -> None:
+    grows = [{"min_workers": 1, "num_workers": 4}]
+    done = run([f"a:{i}" for i in range(3)], workers=grows, shards_per_worker=4)
+    assert len({pid for _, pid in done}) == 1
+
+
+def test_workers_that_are_not_needed_any_more_are_let_go(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(pool, "_TICK_SECONDS", 0.1)
+    monkeypatch.setattr(WorkerPool, "_back_up", lambda *_: False)
+    workers = make_pool(workers=[{"min_workers": 1, "num_workers": 3}], shards_per_worker=1)
+    sizes = []
+    for _ in workers.run({f"slow:{i}": 1 for i in range(200)}):
+        sizes.append(len(workers.places))
+    assert max(sizes) > 1
+    assert 1 <= len(workers.places) <= max(sizes)
+
+
+def test_unequal_workers_share_the_work(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that pretend to be NPUs are slow, and answer one of the three prompts otherwise."""
+    kinds = [{"device": "npu", "resources": {}}, {"device": "cpu", "num_workers": 2}]
+    pools = make_pool(workers=kinds, shards_per_worker=2)
+    made_up = [Kind(kind.config.model_copy(update={"device": "cpu"}), 1) for kind in pools.kinds]
+    assert [kind.needs for kind in pools.kinds] == [{"CPU": 0.5, "NPU": 1.0}, {"CPU": 0.5}]
+    assert [kind.needs for kind in made_up] == [{"CPU": 0.5}] * 2
+
+
+def test_kinds_that_answer_otherwise_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    agreement = Agreement(["cuda", "cpu", "cpu"])
+    assert [agreement.wants(n) for n in (0, 1, 0, 2)] == [True, True, False, True]
+    agreement.hear(0, {"a": [1, 2], "b": [3], "c": [5]})
+    agreement.hear(1, {"a": [1, 2], "b": [3], "c": [4]})
+    assert caplog.text == ""
+    agreement.hear(2, {"a": [1, 2], "b": [3], "c": [4]})
+    assert "cuda and cpu and cpu workers give the same tokens for 2 of 3 prompts" in caplog.text
+
+
+def test_kinds_that_answer_alike_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    agreement = Agreement(["cuda", "cpu"])
+    for number in (0, 1):
+        agreement.hear(number, {"a": [1, 2], "b": [3]})
+    assert "cuda and cpu workers give the same tokens for 2 prompts" in caplog.text
+
+
+def test_one_kind_is_not_asked() -> None:
+    assert not Agreement(["cpu"]).wants(0)
+
+
+def test_workers_say_how_they_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(pool, "_TICK_SECONDS", 0.1)
+    workers = make_pool(shards_per_worker=1)
+    list(workers.run({f"slow:{i}": 1 for i in range(4)}))
+    (place,) = workers.places
+    assert place.state is not None
+    assert place.state.counts == {"num_tokens": 7}
+    assert place.num_done == 4

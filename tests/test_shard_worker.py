@@ -269,3 +269,73 @@ def test_an_engine_that_starts_at_the_third_try(
     with pytest.raises(RuntimeError, match="the engine failed") as raised:
         asyncio.run(asyncio.wait_for(main(), 60))
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def run_backup(output: Path, plan: Plan, shard: str, **changed: Any) -> Any:
+    async def main() -> Any:
+        worker = ShardWorker([None], settings_for(output, plan, **changed))  # type: ignore[list-item]
+        return await worker.run(shard, is_backup=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_worker, "start_engine", lambda *_: Engine())
+        return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.fixture
+def under_way(planned: tuple[Path, Plan]) -> tuple[Path, Plan, bytes]:
+    """A worker is at the first shard, and waits; what it wrote of its try."""
+    output, plan = planned
+    assert run_worker(Engine("r3"), settings_for(output, plan), ["00000-00000"]) is None
+    return output, plan, (output / "attempts" / "00000-00000.json").read_bytes()
+
+
+def test_a_backup_leaves_no_trace_of_its_try(under_way: tuple[Path, Plan, bytes]) -> None:
+    output, plan, written = under_way
+    report = run_backup(output, plan, "00000-00000")
+    assert report.num_samples == 10
+    assert {row["attempt"] for row in rows_of(output, "00000-00000").values()} == {1}
+    assert (output / "attempts" / "00000-00000.json").read_bytes() == written
+
+
+def test_who_comes_second_leaves_the_part_as_it_is(under_way: tuple[Path, Plan, bytes]) -> None:
+    output, plan, _ = under_way
+    first = run_backup(output, plan, "00000-00000")
+    content = Path(part_uri(str(output), "00000-00000")).read_bytes()
+    (second,) = run_worker(Engine(), settings_for(output, plan, run="other"), ["00000-00000"]) or []
+    assert second == asdict(first)
+    assert Path(part_uri(str(output), "00000-00000")).read_bytes() == content
+
+
+def test_a_part_that_is_damaged_does_not_stay(under_way: tuple[Path, Plan, bytes]) -> None:
+    output, plan, _ = under_way
+    Path(part_uri(str(output), "00000-00000")).write_bytes(b"PAR1")
+    assert run_backup(output, plan, "00000-00000").num_samples == 10
+    assert len(rows_of(output, "00000-00000")) == 10
+
+
+def test_a_shard_whose_rows_may_be_deadly_is_not_backed_up(
+    under_way: tuple[Path, Plan, bytes],
+) -> None:
+    """A second try, after the death of the first: it writes down that a worker died."""
+    output, plan, _ = under_way
+    assert run_worker(Engine("r3"), settings_for(output, plan), ["00000-00000"]) is None
+    assert run_backup(output, plan, "00000-00000") is None
+    assert not Path(part_uri(str(output), "00000-00000")).exists()
+
+
+def test_three_prompts_are_answered_greedily(planned: tuple[Path, Plan]) -> None:
+    """The first three that can run."""
+    output, plan = planned
+    engine = Engine()
+    seen: list[Request] = []
+
+    async def main() -> dict[str, list[int]]:
+        worker = ShardWorker([None], settings_for(output, plan))  # type: ignore[list-item]
+        return await worker.probe("00000-00001")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_worker, "start_engine", lambda *_: engine)
+        patch.setattr(engine, "add", lambda r: (seen.extend(r), engine.waiting.extend(r)))
+        answers = asyncio.run(asyncio.wait_for(main(), 60))
+    assert sorted(answers) == ["r10", "r11", "r8"]
+    assert {(r.params.temperature, r.params.max_tokens) for r in seen} == {(0.0, 32)}

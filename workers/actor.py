@@ -23,6 +23,7 @@ from workers.model import TargetModel, build_backend
 from workers.request import Completion, Request
 from workers.step_times import cached_step_times
 from workers.stopping import TokenizerText
+from workers.tally import Tally
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Worker:
         self._device = device
         self._inbox: queue.SimpleQueue[tuple[Sequence[Request], _Mailbox]] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}  # By the identity of the request.
+        self._engine: Engine | None = None
         thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
         thread.start()
 
@@ -116,6 +118,16 @@ class Worker:
     def device(self) -> str:
         """What the engine runs on, for the rows it answers."""
         return f"{self._device}:{os.uname().nodename}"
+
+    @property
+    def name(self) -> str:
+        """Its device, its host and its process."""
+        return f"{self.device}:{os.getpid()}"
+
+    @property
+    def tally(self) -> Tally:
+        """What the engine has done so far; empty until it is built."""
+        return self._engine.tally if self._engine is not None else Tally()
 
     def submit(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         """Queue requests behind those already submitted; yields a completion for each, as they finish.
@@ -139,7 +151,7 @@ class Worker:
 
     def _run(self, build: Callable[[], Engine]) -> None:
         try:
-            engine = build()
+            engine = self._engine = build()
             while True:
                 self._take_requests(engine)
                 for completion in engine.step():

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 ProposerName = Literal["none", "ngram", "suffix"]
-Device = Literal["cpu", "cuda"]
+Device = Literal["cpu", "cuda", "npu"]
 DraftLengths = Literal["budget", "fixed"]
 
 

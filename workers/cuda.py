@@ -31,7 +31,7 @@ class CudaBackend(TorchBackend):
 
     def linear(self, weights: LinearWeights) -> Linear:
         """Prepare a linear; int8 weights are unpacked on the device."""
-        return super().linear(weights) if weights.scale_N is None else _Int8Linear(weights, self)
+        return super().linear(weights) if weights.scale_N is None else Int8Linear(weights, self)
 
     def attention(self, heads: Heads) -> Attention:
         """Prepare a layer's attention."""
@@ -44,7 +44,9 @@ class CudaBackend(TorchBackend):
         return PassGraphs(forward, self.device, CudaGraphs())
 
 
-class _Int8Linear(TorchLinear):
+class Int8Linear(TorchLinear):
+    """A linear over int8 weights: products in int8, sums in int32."""
+
     def _unpacked(self, packed: torch.Tensor, num_outputs: int) -> torch.Tensor:
         """In int8; outputs and inputs keep their padding, as the operator wants multiples of 8."""
         self._num_outputs = num_outputs
@@ -67,8 +69,11 @@ class _Int8Linear(TorchLinear):
         rows = max(_LEAST_ROWS, -(-num_tokens // 8) * 8)
         missing = 0, self._weight_NK.shape[1] - num_inputs, 0, rows - num_tokens
         padded = F.pad(codes_TK.to(torch.int8), missing)
-        sums: torch.Tensor = torch._int_mm(padded, self._weight_NK.T)
-        return sums[:num_tokens, : self._num_outputs]
+        return self._product(padded)[:num_tokens, : self._num_outputs]
+
+    def _product(self, codes_TK: torch.Tensor) -> torch.Tensor:
+        sums: torch.Tensor = torch._int_mm(codes_TK, self._weight_NK.T)
+        return sums
 
 
 class _GroupedAttention(TorchAttention):

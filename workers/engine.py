@@ -23,6 +23,7 @@ from workers.request import Completion, Request
 from workers.row import Row
 from workers.sampling import NonFiniteLogitsError, StepLogits
 from workers.stopping import Detokenizer
+from workers.tally import Tally
 
 _NO_DRAFT = Draft()
 _LOOKAHEAD = 256  # Requests that `generate` queues at once, the longest of which come first.
@@ -74,6 +75,7 @@ class Engine:
         self._limits = limits
         self._budget = budget
         self.phases = Phases()
+        self.tally = Tally(limits.max_num_seqs)
         self._new_proposer = proposer_factory
         self._detokenizer = detokenizer
         self._cache = model.new_cache(limits.max_num_seqs, limits.max_model_len)
@@ -137,7 +139,9 @@ class Engine:
             seconds += phases.lap("accept")
             if self._budget is not None and not prompts:
                 self._budget.observe_step(len(decoding), num_tokens, seconds, drafting)
+            self.tally.count_step(seconds + drafting)
         finished = self._retire()
+        self.tally.count_samples(len(refused) + len(finished), len(self._rows), len(self._waiting))
         phases.lap("host")
         return refused + finished
 
@@ -246,6 +250,9 @@ class Engine:
             row.fail(error)
             return
         row.commit(acceptance, window.num_drafted)
+        self.tally.count_tokens(
+            len(acceptance.token_ids), window.num_drafted, acceptance.num_accepted
+        )
         if self._budget is not None:
             self._budget.observe(window.draft, acceptance.token_ids, ended=row.has_stopped)
 

@@ -22,6 +22,7 @@ from workers.backend import Attention, Backend, Heads, KVCache, Linear, LinearWe
 from workers.config import Device
 from workers.cpu import CpuBackend
 from workers.cuda import CudaBackend
+from workers.npu import NpuBackend
 from workers.torch_backend import TorchBackend
 
 
@@ -131,6 +132,8 @@ def build_backend(precision: Precision, device: Device = "cpu") -> Backend:
         return TorchBackend(torch.float64, device)
     if precision == "float32":
         return TorchBackend(torch.float32, device)
+    if device == "npu":
+        return NpuBackend()
     return CudaBackend(device=device) if device == "cuda" else CpuBackend()
 
 

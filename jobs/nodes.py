@@ -1,0 +1,120 @@
+"""The cluster's nodes before anything runs on them: what they have, and whether they see the files."""
+
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import state
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline import storage
+from pipeline.cluster import WorkersConfig
+from pipeline.config import RunConfig
+from pipeline.errors import InputError
+from pipeline.places import Kind, room_on
+
+_SECONDS = 50.0  # For all nodes to say what they see.
+
+
+def choose_kinds(pools: Sequence[WorkersConfig]) -> list[Kind]:
+    """The pools with the threads of their workers: those that are not told an even share of what is left.
+
+    Raises:
+        InputError: the cluster has no room for the workers that there are to be at least.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    cpus = int(sum(node["Resources"].get("CPU", 0) for node in nodes))
+    largest = max(int(node["Resources"].get("CPU", 0)) for node in nodes)
+    told = sum(pool.num_workers * (pool.num_cpus or 0) for pool in pools)
+    others = sum(pool.num_workers for pool in pools if not pool.num_cpus)
+    share = max(1, min((cpus - told) // max(others, 1), largest))
+    kinds = [Kind(pool, pool.num_cpus or share) for pool in pools]
+    if state.state.get_max_resources_from_cluster_config() is None:  # No more nodes than there are.
+        _check_room(kinds, nodes)
+    return kinds
+
+
+def _check_room(kinds: Sequence[Kind], nodes: Sequence[dict[str, Any]]) -> None:
+    wanted: Counter[str] = Counter()
+    for kind in kinds:
+        if not any(room_on(node, kind.needs) for node in nodes):
+            there = "; ".join(_describe(node) for node in nodes)
+            raise InputError(
+                f"cluster: no node has room for a {kind.config.device} worker ({kind}); there are: "
+                f"{there}"
+            )
+        for name, amount in kind.needs.items():
+            wanted[name] += kind.config.least * amount  # type: ignore[assignment]
+    for name, amount in wanted.items():
+        found = sum(node["Resources"].get(name, 0) for node in nodes)
+        if amount > found and name != "CPU":  # Workers share CPUs, if need be one after another.
+            raise InputError(
+                f"cluster: the workers need {amount:g} {name}, and Ray knows of {found:g}; ask for fewer "
+                "of them, or start more nodes"
+            )
+
+
+def _describe(node: dict[str, Any]) -> str:
+    resources = node["Resources"]
+    shown = [
+        f"{amount:g} {name}"
+        for name, amount in sorted(resources.items())
+        if name not in ("memory", "object_store_memory") and not name.startswith("node:")
+    ]
+    return f"{node['NodeManagerHostname']} with {', '.join(shown) or 'nothing to work with'}"
+
+
+def check_paths(config: RunConfig, model: Path, sources: Sequence[str]) -> None:
+    """Let every node that may get work look at the files of the job.
+
+    Raises:
+        InputError: a node does not see the output, the model or an input as this process does.
+    """
+    nodes = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1]
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in nodes if node["NodeID"] != here]
+    local = [uri for uri in sources if storage.is_local(uri)]
+    paths = {"model": str(model)} | ({"input": local[0]} if local else {})
+    if not others:
+        return
+    mark = storage.join(config.output, f".seen-{uuid.uuid4().hex}")
+    if storage.is_local(config.output):
+        _check_absolute(config)
+        storage.write_atomic(mark, b"")
+        paths["output"] = mark
+    try:
+        looks = {_look_from(node, paths): node for node in others}
+        ended, _ = ray.wait(list(looks), num_returns=len(looks), timeout=_SECONDS)
+        for look in ended:
+            if unseen := ray.get(look):
+                what, where = unseen[0], looks[look]["NodeManagerHostname"]
+                path = config.output if what == "output" else paths[what]
+                raise InputError(
+                    f"{what} {path}: cannot be seen from node {where}; put it where every node sees it "
+                    "(object storage, or a file system that all of them mount)"
+                )
+    finally:
+        if "output" in paths:
+            storage.remove(mark)
+
+
+def _check_absolute(config: RunConfig) -> None:
+    if not storage.local_path(config.output).is_absolute():
+        raise InputError(
+            f"output {config.output}: is relative, and the cluster has several nodes; give an absolute "
+            "path that all of them see, or a URI"
+        )
+
+
+def _look_from(node: dict[str, Any], paths: dict[str, str]) -> "ray.ObjectRef[list[str]]":
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return _look.options(scheduling_strategy=there).remote(paths)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _look(paths: dict[str, str]) -> list[str]:
+    """What of the paths is not there."""
+    return [what for what, path in paths.items() if not storage.local_path(path).exists()]
