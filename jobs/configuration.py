@@ -137,6 +137,8 @@ def _type(annotation: Any) -> str:
     if origin in (tuple, list):
         entry = _type(inner[0])
         return f"list of {entry}s" if entry in _NAMES.values() else f"list of {entry}"
+    if origin is dict:
+        return f"mapping of {_type(inner[0])} to {_type(inner[1])}"
     if _is_model(annotation):
         return "mappings (below)"
     return _NAMES.get(annotation, str(annotation))
@@ -150,7 +152,7 @@ def _default(field: FieldInfo) -> str:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | dict):
         return ", ".join(f"`{_plain(one)}`" for one in value) or "empty"
     return f"`{_plain(value)}`"
 
@@ -162,7 +164,8 @@ def _plain(value: Any) -> str:
 def _range(annotation: Any, metadata: list[Any]) -> str:
     """The bounds of a value, and those of a list's entries."""
     bounds = [text for bound in metadata if (text := _bound(bound))]
-    entry = next(iter(get_args(annotation)), None)
+    entry = get_args(annotation)[-1 if get_origin(annotation) is dict else 0 :][:1]
+    entry = entry[0] if entry else None
     if get_origin(entry) is Annotated:
         _, *extras = get_args(entry)
         inner = [bound for extra in extras for bound in getattr(extra, "metadata", [extra])]

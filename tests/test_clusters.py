@@ -16,7 +16,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import start as ray_start
 
 from jobs.cli import parse_run
-from pipeline.config import ClusterConfig
+from pipeline.cluster import ClusterConfig
 from quant.convert import num_bytes
 from quant.store import STORE_SHARE
 from tests.shapes import LLAMA_8B
@@ -164,8 +164,7 @@ def test_the_mixed_pool_that_the_npu_file_shows_has_our_keys() -> None:
     assert [worker["device"] for worker in workers] == ["npu", "cpu"]
     for worker in workers:
         assert worker.keys() == {"device", "num_workers", "num_cpus"}
-    if "workers" in ClusterConfig.model_fields:
-        ClusterConfig.model_validate({"workers": workers})
+    ClusterConfig.model_validate({"workers": workers})
 
 
 # --- KubeRay ------------------------------------------------------------------------------
@@ -284,7 +283,8 @@ def test_the_store_fits_the_memory_and_holds_the_weights(rayjob: dict[str, Any],
     store, resources = int(parameters["object-store-memory"]), container["resources"]
     assert store <= 0.95 * shm < shm < bytes_of(resources["limits"]["memory"])
     assert resources["requests"] == resources["limits"]
-    assert num_bytes(LLAMA_8B, config_of(rayjob).quant) <= STORE_SHARE * store
+    if name != "head":  # Which runs no work.
+        assert num_bytes(LLAMA_8B, config_of(rayjob).quant) <= STORE_SHARE * store
 
 
 def test_pins_of_the_rayjob_are_those_of_the_aws_file(rayjob: dict[str, Any]) -> None:

@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from jobs import configuration
-from pipeline.config import ClusterConfig
+from pipeline.cluster import ClusterConfig, WorkersConfig
 from quant.architecture import Architecture
 from quant.checkpoint import tensor_shapes
 from quant.config import QuantConfig
 from quant.convert import num_bytes
-from quant.store import STORE_SHARE
+from quant.store import _LAYERS_IN_WORK, STORE_SHARE
 from tests.shapes import LLAMA_8B, LLAMA_70B
 from workers.torch_backend import TorchBackend
 
@@ -59,12 +59,19 @@ def test_sizes_are_what_our_functions_say() -> None:
     ]
 
 
-def test_a_layer_in_float32_is_what_our_functions_say() -> None:
-    found = [float(size) for size in re.findall(r"([\d.]+) GiB(?: a layer)? \(\d+B\)", TEXT)]
-    for architecture, size in zip((LLAMA_8B, LLAMA_70B), found, strict=True):
-        shapes = tensor_shapes(architecture)
-        layer = sum(math.prod(s) for name, s in shapes.items() if ".layers.0." in name)
-        assert size == pytest.approx(4 * layer / GIB, abs=0.005)
+def test_the_memory_of_a_conversion_is_what_it_asks_for() -> None:
+    of_8b, of_70b = (
+        num_bytes(a, QuantConfig()) // a.num_layers * _LAYERS_IN_WORK / GIB
+        for a in (LLAMA_8B, LLAMA_70B)
+    )
+    assert f"{of_8b:.2f} GiB (8B), {of_70b:.2f} GiB (70B)" in TEXT
+
+
+def test_metrics_are_those_of_the_workers() -> None:
+    source = (ROOT / "pipeline" / "metrics.py").read_text(encoding="utf-8")
+    known = set(re.findall(r'"(quasar_\w+)"', source))
+    assert len(known) >= 8
+    assert set(re.findall(r"`(quasar_\w+)`", TEXT)) == known
 
 
 def test_the_example_of_costs_adds_up() -> None:
@@ -79,7 +86,7 @@ def test_every_flag_exists() -> None:
     ours = set[str]()
     for _, model, shortcuts in configuration.COMMANDS:
         ours |= configuration.flags(model, shortcuts)
-    other = {"--config", "--json", "--repair", "--replay", "--format"}
+    other = {"--config", "--json", "--follow", "--num-cpus", "--repair", "--replay", "--format"}
     other |= {"--submission-id", "--shm-size", "--generate", "--object-store-memory"}
     other |= {"--metrics-export-port"}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", TEXT))
@@ -96,6 +103,9 @@ def test_relative_links_lead_somewhere() -> None:
 def test_the_unequal_workers_are_understood() -> None:
     (shown,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     cluster: dict[str, Any] = yaml.safe_load(shown)["cluster"]
-    assert [kind["device"] for kind in cluster["workers"]] == ["cuda", "cpu"]
-    if "workers" in ClusterConfig.model_fields:
-        ClusterConfig.model_validate(cluster)
+    pools = ClusterConfig.model_validate(cluster).pools
+    assert [(pool.device, pool.num_workers, pool.least) for pool in pools] == [
+        *(("cuda", 4, 4), ("cpu", 8, 2))
+    ]
+    keys = {row[0].strip("`") for table in tables() for row in table}
+    assert keys >= WorkersConfig.model_fields.keys()
