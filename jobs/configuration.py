@@ -164,8 +164,8 @@ def _plain(value: Any) -> str:
 def _range(annotation: Any, metadata: list[Any]) -> str:
     """The bounds of a value, and those of a list's entries."""
     bounds = [text for bound in metadata if (text := _bound(bound))]
-    entry = get_args(annotation)[-1 if get_origin(annotation) is dict else 0 :][:1]
-    entry = entry[0] if entry else None
+    inner_types = get_args(annotation)
+    entry = inner_types[-1 if get_origin(annotation) is dict else 0] if inner_types else None
     if get_origin(entry) is Annotated:
         _, *extras = get_args(entry)
         inner = [bound for extra in extras for bound in getattr(extra, "metadata", [extra])]

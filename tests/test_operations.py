@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 
 from jobs import configuration
 from pipeline.cluster import ClusterConfig, WorkersConfig
@@ -57,6 +58,14 @@ def test_sizes_are_what_our_functions_say() -> None:
     assert [row[1:] for row in tables()[0]] == [
         list(pair) for pair in zip(of_8b, of_70b, strict=True)
     ]
+
+
+def test_the_memory_for_rays_default_store_is_what_our_functions_say() -> None:
+    of_8b, of_70b = (
+        num_bytes(a, QuantConfig()) / STORE_SHARE / DEFAULT_OBJECT_STORE_MEMORY_PROPORTION / GIB
+        for a in (LLAMA_8B, LLAMA_70B)
+    )
+    assert f"some {of_8b:.0f} GiB there, and a 70B model {of_70b:.0f} GiB" in TEXT
 
 
 def test_the_memory_of_a_conversion_is_what_it_asks_for() -> None:
