@@ -101,7 +101,7 @@ def test_every_block_is_run_or_compared() -> None:
 
 @pytest.mark.ray
 @pytest.mark.real_model
-@pytest.mark.timeout(600)  # Half a minute of work, on a machine that may be busy.
+@pytest.mark.timeout(600)  # Some seven processes, on a machine that may be busy.
 def test_the_tutorial_works(reader: Reader, folder: Path) -> None:
     output = ""
     for block in read_blocks():
