@@ -1,4 +1,4 @@
-.PHONY: setup demo test lint types format clean
+.PHONY: setup demo test lint types format docs clean
 
 PYTHON ?= python3.11
 BIN = .venv/bin
@@ -30,6 +30,9 @@ types: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup
+	$(BIN)/python -m jobs.configuration > docs/configuration.md
 
 clean:
 	rm -rf .venv outputs *.egg-info

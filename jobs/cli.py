@@ -53,6 +53,13 @@ SHORTCUTS = QUANT_SHORTCUTS | {
     "data.too_long": "too-long",
     "data.share_duplicates": "share-duplicates",
 }
+QUANTIZE_SHORTCUTS = QUANT_SHORTCUTS | {
+    "num_evaluation_samples": "num-evaluation-samples",
+    "max_tokens": "max-tokens",
+}
+BENCH_SHORTCUTS = QUANT_SHORTCUTS | {
+    name: name.replace("_", "-") for name in BenchConfig.model_fields if "_" in name
+}
 _LISTS = {"input", "evaluate", "precisions", "drafts", "batch_sizes", "temperatures"}
 
 
@@ -97,9 +104,7 @@ class _Quantize(QuantizeConfig, _Settings):
     """
 
     model_config = SettingsConfigDict(
-        cli_prog_name="python -m jobs quantize",
-        cli_shortcuts=QUANT_SHORTCUTS
-        | {"num_evaluation_samples": "num-evaluation-samples", "max_tokens": "max-tokens"},
+        cli_prog_name="python -m jobs quantize", cli_shortcuts=QUANTIZE_SHORTCUTS
     )
 
 
@@ -110,9 +115,7 @@ class _Bench(BenchConfig, _Settings):
     """
 
     model_config = SettingsConfigDict(
-        cli_prog_name="python -m jobs bench",
-        cli_shortcuts=QUANT_SHORTCUTS
-        | {name: name.replace("_", "-") for name in BenchConfig.model_fields if "_" in name},
+        cli_prog_name="python -m jobs bench", cli_shortcuts=BENCH_SHORTCUTS
     )
 
 
