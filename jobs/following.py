@@ -14,7 +14,7 @@ from jobs.cli import say
 from jobs.job_server import JobServer
 from pipeline.errors import EndOfRunError, InterruptedRunError
 
-_SECONDS = 1.0  # Between two questions.
+_SECONDS, _MAX_SECONDS = 1.0, 30.0  # Between two questions.
 _SHARE = 0.1  # Of the time may be spent on asking: the log comes whole each time.
 _PATIENCE = 300.0  # Seconds without an answer.
 _LOG_TRIES = 5  # At the end.
@@ -32,13 +32,18 @@ def follow(server: JobServer, name: str) -> int:
     """
     log = _Log(server, name)
     while True:
-        began = time.monotonic()
         info = _ask(lambda: server.get_job_info(name), name)
         if info.status.is_terminal():
             log.print_rest()
             return _exit_code(name, info)
+        began = time.monotonic()
         log.print_news()
-        time.sleep(max(_SECONDS, (time.monotonic() - began) * (1 / _SHARE - 1)))
+        time.sleep(_pause(time.monotonic() - began))
+
+
+def _pause(seconds: float) -> float:
+    """How long to wait behind a log that took so long to come."""
+    return min(_MAX_SECONDS, max(_SECONDS, seconds * (1 / _SHARE - 1)))
 
 
 class _Log:
