@@ -6,9 +6,8 @@ Ray's stream of its log breaks where its job does not.
 import time
 from collections.abc import Callable
 
-from ray.dashboard.modules.job.pydantic_models import JobDetails
 from ray.exceptions import AuthenticationError
-from ray.job_submission import JobErrorType, JobStatus
+from ray.job_submission import JobDetails, JobErrorType, JobStatus
 
 from jobs.cli import say
 from jobs.job_server import JobServer
@@ -65,6 +64,7 @@ class _Log:
         return True
 
     def print_rest(self) -> None:
+        """Print what is new at the end, which is there now: a server that stumbles is asked again."""
         for _ in range(_LOG_TRIES):
             if self.print_news():
                 return

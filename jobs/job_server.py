@@ -48,7 +48,7 @@ class JobServer(JobSubmissionClient):
 
         Raises:
             InterruptedRunError: the server does not answer any more; the job may have been started.
-            EndOfRunError: it does not take the job.
+            EndOfRunError: it does not take the job, or the folder cannot be packed.
         """
         deadline = time.monotonic() + _START_SECONDS
         while True:
@@ -59,10 +59,15 @@ class JobServer(JobSubmissionClient):
                 if f"{name} already exists" in str(error):  # A try whose answer was lost.
                     return
                 if "No available agent" not in str(error) or time.monotonic() > deadline:
-                    raise EndOfRunError(f"the job was not taken: {error}") from error
+                    raise EndOfRunError(f"the job was not taken: {str(error)[:1000]}") from error
             except OSError as error:
+                if error.errno is not None:  # This machine's, not the connection's.
+                    raise EndOfRunError(f"the folder cannot be packed ({error})") from error
                 if time.monotonic() > deadline:
-                    raise InterruptedRunError(f"job {name}: {_reason(error)}") from error
+                    raise InterruptedRunError(
+                        f"the cluster does not answer any more ({_reason(error)}); `--follow {name}` "
+                        "tells whether the job was started"
+                    ) from error
             time.sleep(1)
 
 

@@ -36,7 +36,7 @@ def submit(arguments: Sequence[str]) -> int:
         if command:
             raise InputError("--follow: takes no command; the job has one")
         server = connect(_address(given.address))
-        return _follow(server, given.follow, stop=given.stop_on_interrupt)
+        return _follow(server, given.follow, given.stop_on_interrupt)
     environment = _ENVIRONMENT | dict(given.env)
     upload = find_upload(given.working_dir)
     job = check_command(command, upload)
@@ -54,12 +54,12 @@ def submit(arguments: Sequence[str]) -> int:
             metadata={"command": job.name, "output": job.output},
         )
     except KeyboardInterrupt:
-        return _leave(server, name, stop=given.stop_on_interrupt)
+        return _leave(server, name, "if it was started, the job goes on", given.stop_on_interrupt)
     if given.no_wait:
         print(name)
         say(_hints(server, name))
         return 0
-    return _follow(server, name, stop=given.stop_on_interrupt)
+    return _follow(server, name, given.stop_on_interrupt)
 
 
 def job_name(output: str) -> str:
@@ -151,16 +151,16 @@ def _address(given: str | None) -> str:
     return found
 
 
-def _follow(server: JobServer, name: str, *, stop: bool) -> int:
+def _follow(server: JobServer, name: str, stop: bool) -> int:
     try:
         code = follow(server, name)
     except KeyboardInterrupt:
-        return _leave(server, name, stop=stop)
+        return _leave(server, name, "the job goes on", stop)
     say(f"job {name}: " + ("done" if code == 0 else f"ended with exit code {code}"))
     return code
 
 
-def _leave(server: JobServer, name: str, *, stop: bool) -> int:
+def _leave(server: JobServer, name: str, state: str, stop: bool) -> int:
     """Say what becomes of a job that is not followed any more; returns the exit code."""
     try:
         if stop:
@@ -169,7 +169,7 @@ def _leave(server: JobServer, name: str, *, stop: bool) -> int:
             return EXIT_CODE
     except (OSError, RuntimeError) as error:
         say(f"job {name} could not be stopped ({error})")
-    say(f"interrupted here; the job goes on. {_hints(server, name)}")
+    say(f"interrupted here; {state}. {_hints(server, name)}")
     return EXIT_CODE
 
 

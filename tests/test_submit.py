@@ -339,6 +339,32 @@ class TestWhatIsSent:
         assert submit() == 1
         assert "the job was not taken" in capsys.readouterr().err
 
+    def test_a_cluster_that_goes_away_before_it_answers(
+        self,
+        submit: Callable[..., int],
+        stub: Stub,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(job_server, "_START_SECONDS", 0.0)
+        stub.starts = [DROP]
+        assert submit() == 4
+        name = stub.started[0]["submission_id"]
+        assert f"`--follow {name}` tells" in capsys.readouterr().err
+
+    def test_a_folder_that_cannot_be_packed(
+        self,
+        submit: Callable[..., int],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        def refuse(*args: object, **options: object) -> None:
+            raise PermissionError(13, "Permission denied", "prompts.jsonl")
+
+        monkeypatch.setattr(job_server.JobServer, "submit_job", refuse)
+        assert submit() == 1
+        assert "cannot be packed ([Errno 13] Permission denied" in capsys.readouterr().err
+
 
 class TestCluster:
     @pytest.mark.parametrize("address", ["HEAD:8265", "ray://head:10001", "auto", "http://:8265"])
