@@ -69,11 +69,11 @@ def test_a_submitted_job_writes_its_parts(
     command = [sys.executable, "-m", "jobs", "generate", *given, "--max-tokens", "8"]
     name = submit(address, environment, command)
     waiter = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", STATUS, address, name, "90"],
+        [sys.executable, "-W", "ignore", "-c", STATUS, address, name, "240"],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=270,
         check=True,
     )
     status, code, message, log = json.loads(waiter.stdout.splitlines()[-1])
