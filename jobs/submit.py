@@ -121,12 +121,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="the head's Python; default: its `python`",
     )
+    _add_following(parser)
+    return parser.parse_args(arguments)
+
+
+def _add_following(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-wait", action="store_true", help="print the job's id, and return")
     parser.add_argument("--follow", metavar="ID", help="follow a job that was submitted before")
     parser.add_argument(
         "--stop-on-interrupt", action="store_true", help="Ctrl-C and SIGTERM here stop the job, too"
     )
-    return parser.parse_args(arguments)
 
 
 def _megabytes(text: str) -> float:
