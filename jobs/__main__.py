@@ -15,7 +15,7 @@ from jobs.interruption import (
 
 _COMMANDS = (
     *("generate", "plan", "status", "report", "verify", "retry", "merge"),
-    *("quantize", "bench", "demo"),
+    *("submit", "quantize", "bench", "demo"),
 )
 _USAGE = """usage: python -m jobs COMMAND [options]
 
@@ -27,6 +27,7 @@ commands:
   verify     check every file of an output; generate some rows again and compare
   retry      try the rows of a run again that failed
   merge      the parts of a run as one data set, in files of a target size
+  submit     one of generate, plan, retry, verify, merge and quantize as a job on a Ray cluster
   quantize   convert a checkpoint to W8A8, measure it, write it for this and other engines
   bench      measure drafts, precisions and batch sizes on this machine and your prompts
   demo       generate, with the demo model and the example prompts, shown in the terminal

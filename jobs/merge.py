@@ -34,7 +34,7 @@ def merge(arguments: Sequence[str]) -> int:
         InterruptedRunError: the run is not complete.
         DamagedPartError: a part is not what it was.
     """
-    given = _parse(arguments)
+    given = parse_merge(arguments)
     with naming_output(given.output):
         state = read_state(given.output)
     if state.damaged:
@@ -59,7 +59,8 @@ def merge(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_merge(arguments: Sequence[str]) -> argparse.Namespace:
+    """What a command line asks for; raises SystemExit where it is none, or asks for help."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs merge", description="The parts of a run as one data set."
     )

@@ -17,13 +17,7 @@ def retry(arguments: Sequence[str]) -> int:
     Raises:
         InputError: no run has been planned there.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs retry",
-        description="Try the rows of a run again that failed. Rows that could not run (bad JSON, too "
-        "long, ...) are not tried: their input must be mended.",
-    )
-    parser.add_argument("output", metavar="OUT", help="the run's output: a folder or a URI")
-    given = parser.parse_args(arguments)
+    given = parse_retry(arguments)
     started = time.monotonic()
     with naming_output(given.output):
         state = read_state(given.output)
@@ -39,3 +33,14 @@ def retry(arguments: Sequence[str]) -> int:
         return 0
     config = state.config.model_copy(update={"output": given.output})
     return start(config, [uri for uri, _ in plan.sources], started, retry=True)
+
+
+def parse_retry(arguments: Sequence[str]) -> argparse.Namespace:
+    """What a command line asks for; raises SystemExit where it is none, or asks for help."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs retry",
+        description="Try the rows of a run again that failed. Rows that could not run (bad JSON, too "
+        "long, ...) are not tried: their input must be mended.",
+    )
+    parser.add_argument("output", metavar="OUT", help="the run's output: a folder or a URI")
+    return parser.parse_args(arguments)

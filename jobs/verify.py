@@ -22,7 +22,7 @@ def verify(arguments: Sequence[str]) -> int:
     Raises:
         InputError: there is no plan to hold it against.
     """
-    given = _parse(arguments)
+    given = parse_verify(arguments)
     with naming_output(given.output):
         state = read_state(given.output)
         if state.plan is None:
@@ -47,7 +47,8 @@ def verify(arguments: Sequence[str]) -> int:
     return _TO_MEND if findings or num_pending else 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_verify(arguments: Sequence[str]) -> argparse.Namespace:
+    """What a command line asks for; raises SystemExit where it is none, or asks for help."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs verify",
         description="Check every file of an output folder, without a cluster.",

@@ -14,7 +14,7 @@ def find_checkpoint(model: str) -> Path:
         return folder
     if folder.exists():
         raise CheckpointError(f"{model}: is a file; give the folder of a Hugging Face checkpoint")
-    if model.count("/") > 1 or model.startswith((".", "/", "~")):
+    if not is_hub_id(model):
         raise CheckpointError(f"{model}: no such folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -26,3 +26,8 @@ def find_checkpoint(model: str) -> Path:
         raise CheckpointError(
             f"{model}: no such folder, and not to be had from the model hub ({reason})"
         ) from error
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a name that is no folder's can be one of the model hub."""
+    return model.count("/") <= 1 and not model.startswith((".", "/", "~"))

@@ -63,6 +63,9 @@ def test_every_command_line_in_the_readme_is_understood(
         elif arguments[0] in ("status", "verify", "retry", "merge"):
             assert main(arguments) == 2
             assert "no run has begun here" in capsys.readouterr().err
+        elif arguments[0] == "submit":
+            assert main(["submit", "--address", "http://127.0.0.1:1", *arguments[3:]]) == 2
+            assert "cannot be reached" in capsys.readouterr().err  # So all else is understood.
         elif arguments[0] == "report":
             assert main(arguments) == 2
             assert "has no parts to report on" in capsys.readouterr().err
