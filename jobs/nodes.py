@@ -1,8 +1,9 @@
 """The cluster's nodes before anything runs on them: what they have, and whether they see the files."""
 
 import uuid
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,62 @@ from pipeline.places import Kind, room_on
 _SECONDS = 50.0  # For all nodes to say what they see.
 
 
+@dataclass(frozen=True)
+class _Capacity:
+    """What a cluster has, or can start: resources of each node or type of node, and of all together."""
+
+    nodes: dict[str, dict[str, float]]
+    total: dict[str, float]
+
+    @classmethod
+    def of_cluster(cls) -> "_Capacity":
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        nodes = {node["NodeManagerHostname"]: dict(node["Resources"]) for node in alive}
+        total: dict[str, float] = defaultdict(float)
+        for node in alive:
+            for name, amount in node["Resources"].items():
+                total[name] += amount
+        config = state.state.get_cluster_config()  # The autoscaler's, where there is one.
+        if config is not None:
+            most = state.state.get_max_resources_from_cluster_config() or {}
+            total |= {name: max(total.get(name, 0), amount) for name, amount in most.items()}
+            for group in config.node_group_configs:
+                nodes[f"a node of type {group.name}"] = dict(group.resources)
+        return cls(nodes, total)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name} with {_describe(node)}" for name, node in self.nodes.items())
+
+
 def choose_kinds(pools: Sequence[WorkersConfig]) -> list[Kind]:
     """The pools with the threads of their workers: those that are not told an even share of what is left.
 
     Raises:
         InputError: the cluster has no room for the workers that there are to be at least.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    cpus = int(sum(node["Resources"].get("CPU", 0) for node in nodes))
-    largest = max(int(node["Resources"].get("CPU", 0)) for node in nodes)
+    capacity = _Capacity.of_cluster()
+    cpus = int(capacity.total.get("CPU", 0))
+    largest = max(int(node.get("CPU", 0)) for node in capacity.nodes.values())
     told = sum(pool.num_workers * (pool.num_cpus or 0) for pool in pools)
     others = sum(pool.num_workers for pool in pools if not pool.num_cpus)
     share = max(1, min((cpus - told) // max(others, 1), largest))
     kinds = [Kind(pool, pool.num_cpus or share) for pool in pools]
-    if state.state.get_max_resources_from_cluster_config() is None:  # No more nodes than there are.
-        _check_room(kinds, nodes)
+    _check_room(kinds, capacity)
     return kinds
 
 
-def _check_room(kinds: Sequence[Kind], nodes: Sequence[dict[str, Any]]) -> None:
-    wanted: Counter[str] = Counter()
+def _check_room(kinds: Sequence[Kind], capacity: _Capacity) -> None:
+    wanted: dict[str, float] = defaultdict(float)
     for kind in kinds:
-        if not any(room_on(node, kind.needs) for node in nodes):
-            there = "; ".join(_describe(node) for node in nodes)
+        if not any(room_on(node, kind.needs) for node in capacity.nodes.values()):
             raise InputError(
                 f"cluster: no node has room for a {kind.config.device} worker ({kind}); there are: "
-                f"{there}"
+                f"{capacity}"
             )
         for name, amount in kind.needs.items():
-            wanted[name] += kind.config.least * amount  # type: ignore[assignment]
+            wanted[name] += kind.config.least * amount
     for name, amount in wanted.items():
-        found = sum(node["Resources"].get(name, 0) for node in nodes)
+        found = capacity.total.get(name, 0)
         if amount > found and name != "CPU":  # Workers share CPUs, if need be one after another.
             raise InputError(
                 f"cluster: the workers need {amount:g} {name}, and Ray knows of {found:g}; ask for fewer "
@@ -57,14 +83,13 @@ def _check_room(kinds: Sequence[Kind], nodes: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _describe(node: dict[str, Any]) -> str:
-    resources = node["Resources"]
+def _describe(resources: Mapping[str, float]) -> str:
     shown = [
         f"{amount:g} {name}"
         for name, amount in sorted(resources.items())
         if name not in ("memory", "object_store_memory") and not name.startswith("node:")
     ]
-    return f"{node['NodeManagerHostname']} with {', '.join(shown) or 'nothing to work with'}"
+    return ", ".join(shown) or "nothing to work with"
 
 
 def check_paths(config: RunConfig, model: Path, sources: Sequence[str]) -> None:

@@ -123,9 +123,9 @@ def mean_pace(places: list[Place]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def room_on(node: Mapping[str, Any], needs: Mapping[str, float]) -> bool:
-    """Whether a node, as Ray describes it, could hold a worker that needs this, were it empty."""
-    return node["Alive"] and all(node["Resources"].get(k, 0) >= n for k, n in needs.items())
+def room_on(node: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+    """Whether a node with these resources could hold a worker that needs those, were it empty."""
+    return all(node.get(name, 0) >= amount for name, amount in needs.items())
 
 
 def _failpoint() -> dict[str, str]:

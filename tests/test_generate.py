@@ -371,9 +371,7 @@ def test_gpus_that_are_not_there_are_not_waited_for(
     node = {"Alive": True, "NodeManagerHostname": "here"}
     resources = {"CPU": 2.0, "GPU": float(gpus)} if gpus else {"CPU": 2.0}
     monkeypatch.setattr("ray.nodes", lambda: [node | {"Resources": resources}])
-    monkeypatch.setattr(
-        jobs.nodes.state.state, "get_max_resources_from_cluster_config", lambda: None
-    )
+    monkeypatch.setattr(jobs.nodes.state.state, "get_cluster_config", lambda: None)
     rest = ("--input", one_prompt, "--output", tmp_path / "out", "--num-workers", workers)
     given = ("--model", tiny_checkpoint, *rest, "--cluster.device", "cuda")
     refused(*given, named=("cluster: ", named), ray_starts=True)

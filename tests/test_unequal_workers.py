@@ -4,11 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jobs import nodes
 from jobs.__main__ import main
+from pipeline.cluster import ClusterConfig
+from pipeline.errors import InputError
 from tests.conftest import ROOT, clean_environment, run_jobs
 from tests.runs import read_rows, tokens_of
 from tests.test_nodes import NODE, cluster
@@ -168,3 +172,34 @@ def test_a_cluster_without_what_is_asked_for(
     error = capsys.readouterr().err
     assert told in error
     assert "there are:" in error
+
+
+def test_nodes_that_can_be_started_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An autoscaler with a head that works on nothing, up to four GPU nodes and up to two CPU nodes."""
+    groups = [
+        SimpleNamespace(name="gpu", resources={"CPU": 8, "GPU": 1}),
+        SimpleNamespace(name="cpu", resources={"CPU": 16}),
+    ]
+    head = {"Alive": True, "NodeManagerHostname": "head", "Resources": {"memory": 1e9}}
+    monkeypatch.setattr("ray.nodes", lambda: [head])
+    for name, value in (
+        ("get_cluster_config", SimpleNamespace(node_group_configs=groups)),
+        ("get_max_resources_from_cluster_config", {"CPU": 64, "GPU": 4}),
+    ):
+        monkeypatch.setattr(nodes.state.state, name, lambda value=value: value)
+
+    def threads(*pools: dict[str, Any]) -> list[int]:
+        config = ClusterConfig(workers=pools)  # type: ignore[arg-type]
+        return [kind.num_threads for kind in nodes.choose_kinds(config.pools)]
+
+    assert threads({"num_workers": 4}) == [16]
+    assert threads({"device": "cuda", "num_workers": 4}, {"num_workers": 8, "num_cpus": 4}) == [
+        8,
+        4,
+    ]
+    with pytest.raises(InputError, match="the workers need 5 GPU, and Ray knows of 4"):
+        threads({"device": "cuda", "num_workers": 5, "num_cpus": 8})
+    with pytest.raises(
+        InputError, match=r"head with nothing to work with; a node of type gpu with 8"
+    ):
+        threads({"device": "npu"})
