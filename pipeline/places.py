@@ -123,6 +123,15 @@ def mean_pace(places: list[Place]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def last_shards(places: list[Place], mean: float) -> list[tuple[float, str]]:
+    """The shard that each will be done with last, with the seconds until then; the latest at the end."""
+    return sorted(
+        (place.seconds_left(shard, place.seconds_per_row or mean), shard)
+        for place in places
+        for shard in list(place.shards)[-1:]
+    )
+
+
 def room_on(node: Mapping[str, float], needs: Mapping[str, float]) -> bool:
     """Whether a node with these resources could hold a worker that needs those, were it empty."""
     return all(node.get(name, 0) >= amount for name, amount in needs.items())

@@ -25,7 +25,7 @@ from pipeline.agreement import Agreement
 from pipeline.cluster import ClusterConfig
 from pipeline.errors import WorkerLostError
 from pipeline.parts import PartReport
-from pipeline.places import Kind, Place, mean_pace
+from pipeline.places import Kind, Place, last_shards, mean_pace
 from pipeline.shard_worker import GenerateSettings
 from quant.store import WeightsRef
 
@@ -34,7 +34,7 @@ _LOGS = "/tmp/ray/session_latest/logs, on each node"
 _PATIENCE_SECONDS = 60.0  # Without any worker, until that is told.
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 2.0  # Between two questions how a worker is doing; longer where they are very many:
-_LOOKS_PER_SECOND = 200
+_LOOKS_PER_SECOND = 100
 _IDLE_SECONDS = 10.0  # Until a worker that is not needed any more is let go.
 
 
@@ -240,8 +240,10 @@ class WorkerPool:
                 place.looked = now
                 self._call(_Call("state", place, place.actor), place.actor.state.remote())
         if not self._waiting:
-            for place in list(self.places):
-                if not place.shards and not (place.is_ready and self._back_up(place)):
+            idle = [place for place in self.places if not place.shards]
+            helping = self._back_up([place for place in idle if place.is_ready])
+            for place in idle:
+                if place not in helping:
                     self._let_go(place)
         if any(place.is_ready for place in self.places):
             self._had_worker = now
@@ -250,26 +252,26 @@ class WorkerPool:
             _LOGGER.warning("no node has had room for a worker (%s) for a while; waiting", kinds)
             self._had_worker = now
 
-    def _back_up(self, idle: Place) -> bool:
-        """Let a worker that has nothing to do have what another would finish last, and later than it."""
-        if self._settings.retry:  # Parts that are there are to be replaced.
-            return False
+    def _back_up(self, idle: Sequence[Place]) -> set[Place]:
+        """Let who has nothing to do have what another would finish last, and later than it; who helps.
+
+        Not where there are parts that are to be replaced: the new one would be taken for an old one.
+        """
         mean = mean_pace(self.places)
-        if mean is None:
-            return False
-        late = [
-            (place.seconds_left(shard, place.seconds_per_row or mean), shard)
-            for place in self.places
-            for shard in list(place.shards)[-1:]
-            if len(self._tries[shard]) == 1 and shard not in self._fragile | self.issued_twice
-        ]
-        seconds, shard = max(late, default=(0.0, ""))
-        if not shard or seconds <= self._rows[shard] * (idle.seconds_per_row or mean):
-            return False
-        _LOGGER.info("shard %s: issued again, to a worker with nothing to do", shard)
-        self.issued_twice.add(shard)
-        self._give(idle, shard, is_backup=True)
-        return True
+        if not idle or mean is None or self._settings.retry:
+            return set()
+        taboo = self._fragile | self.issued_twice
+        late = [item for item in last_shards(self.places, mean) if item[1] not in taboo]
+        helping = set()
+        for place in idle:
+            seconds, shard = late.pop() if late else (0.0, "")
+            if not shard or seconds <= self._rows[shard] * (place.seconds_per_row or mean):
+                break
+            _LOGGER.info("shard %s: issued again, to a worker with nothing to do", shard)
+            self.issued_twice.add(shard)
+            self._give(place, shard, is_backup=True)
+            helping.add(place)
+        return helping
 
     def _let_go(self, place: Place) -> None:
         """End a worker that is not needed, if there are more than there must be: it costs money."""

@@ -107,7 +107,7 @@ class Settings:
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR")
     hosts = [Host.remote(arguments.seconds) for _ in range(_HOSTS)]  # type: ignore[attr-defined]
     started: list[Played] = []
 

@@ -257,7 +257,7 @@ def test_workers_that_are_not_needed_any_more_are_let_go(
 ) -> None:
     monkeypatch.setattr(pool, "_IDLE_SECONDS", 0.3)
     monkeypatch.setattr(pool, "_TICK_SECONDS", 0.1)
-    monkeypatch.setattr(WorkerPool, "_back_up", lambda *_: False)
+    monkeypatch.setattr(WorkerPool, "_back_up", lambda *_: set())
     workers = make_pool(workers=[{"min_workers": 1, "num_workers": 3}], shards_per_worker=1)
     sizes = []
     for _ in workers.run({f"slow:{i}": 1 for i in range(200)}):
