@@ -1,6 +1,6 @@
 """What the pool of workers costs its driver, and what a second node brings.
 
-    python -m tests.cluster_bench simulate [--workers 1000] [--seconds 2] [--shards-each 30]
+    python -m tests.cluster_bench simulate [--workers 1000] [--seconds 2] [--shards-each 60]
     python -m tests.cluster_bench nodes MODEL INPUT [--rows 600] [--max-tokens 64]
 
 `simulate`: so many processes as a thousand workers would be do not fit a small machine, so that each of a
@@ -184,7 +184,7 @@ def main() -> None:
     simulated = commands.add_parser("simulate")
     simulated.add_argument("--workers", type=int, default=1000)
     simulated.add_argument("--seconds", type=float, default=2.0)
-    simulated.add_argument("--shards-each", type=int, default=30)
+    simulated.add_argument("--shards-each", type=int, default=60)
     simulated.set_defaults(command=simulate)
     two = commands.add_parser("nodes")
     two.add_argument("model")
