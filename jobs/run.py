@@ -107,7 +107,7 @@ def run(
     run = _describe_run(config, weights, fresh, first_part_after)
     run["this_run"] |= {
         "num_shards_issued_twice": len(pool.issued_twice),
-        "agreement_of_workers": pool.agreement.to_dict(),
+        "agreement_of_workers": pool.probe.to_dict(),
     }
     if pending:
         run |= describe_weights(weights.wait())

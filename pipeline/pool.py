@@ -21,11 +21,11 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from pipeline.agreement import Agreement
 from pipeline.cluster import ClusterConfig
 from pipeline.errors import WorkerLostError
 from pipeline.parts import PartReport
 from pipeline.places import Kind, Place, last_shards, mean_pace
+from pipeline.probe import Probe
 from pipeline.shard_worker import GenerateSettings
 from quant.store import WeightsRef
 
@@ -53,7 +53,7 @@ class WorkerPool:
 
     Attributes:
         places: of the workers that there are, or that are waited for.
-        agreement: whether the kinds of workers answer alike.
+        probe: whether the kinds of workers answer alike.
         issued_twice: shards that were given to a second worker, too.
     """
 
@@ -67,7 +67,7 @@ class WorkerPool:
         """Start nothing yet. `weights` must stay alive as long as the pool."""
         self._weights, self._settings, self._config, self.kinds = weights, settings, config, kinds
         self.places: list[Place] = []
-        self.agreement = Agreement([kind.config.device for kind in kinds])
+        self.probe = Probe([kind.config.device for kind in kinds])
         self.issued_twice: set[str] = set()
         self._rows: dict[str, int] = {}
         self._sizes: Counter[int] = Counter()  # Of the kinds, by their numbers.
@@ -203,11 +203,11 @@ class WorkerPool:
         if call.what == "state":
             place.state = result
         elif call.what == "probe":
-            self.agreement.hear(place.number, result)
+            self.probe.hear(place.number, result)
         else:
             place.is_ready, place.since = True, time.monotonic()
             self._note(place)
-            if self.agreement.wants(place.number):
+            if self.probe.wants(place.number):
                 ref = place.actor.probe.remote(self._probe_of)
                 self._call(_Call("probe", place, place.actor), ref)
 

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline import failpoints
-from pipeline.agreement import NUM_PROMPTS, probe_params
 from pipeline.attempts import Attempts
 from pipeline.duplicates import Duplicates, find_answers
 from pipeline.errors import DamagedPartError
@@ -30,6 +29,7 @@ from pipeline.parts import (
     refused_row,
     shared_row,
 )
+from pipeline.probe import NUM_PROMPTS, probe_params
 from pipeline.requests import build_requests
 from pipeline.schema import OUTPUT_SCHEMA, PLAN_SCHEMA, output_schema, schema_from_json
 from pipeline.shards import read_shard

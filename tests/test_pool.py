@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pipeline import places, pool
-from pipeline.agreement import Agreement
 from pipeline.cluster import ClusterConfig
 from pipeline.errors import WorkerLostError
 from pipeline.places import Kind
 from pipeline.pool import WorkerPool
+from pipeline.probe import Probe
 from pipeline.shard_worker import WorkerState
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -278,7 +278,7 @@ def test_unequal_workers_share_the_work(
 
 
 def test_kinds_that_answer_otherwise_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    agreement = Agreement(["cuda", "cpu", "cpu"])
+    agreement = Probe(["cuda", "cpu", "cpu"])
     assert [agreement.wants(n) for n in (0, 1, 0, 2)] == [True, True, False, True]
     agreement.hear(0, {"a": [1, 2], "b": [3], "c": [5]})
     agreement.hear(1, {"a": [1, 2], "b": [3], "c": [4]})
@@ -289,14 +289,14 @@ def test_kinds_that_answer_otherwise_are_told(caplog: pytest.LogCaptureFixture) 
 
 def test_kinds_that_answer_alike_are_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    agreement = Agreement(["cuda", "cpu"])
+    agreement = Probe(["cuda", "cpu"])
     for number in (0, 1):
         agreement.hear(number, {"a": [1, 2], "b": [3]})
     assert "cuda and cpu workers give the same tokens for 2 prompts" in caplog.text
 
 
 def test_one_kind_is_not_asked() -> None:
-    assert not Agreement(["cpu"]).wants(0)
+    assert not Probe(["cpu"]).wants(0)
 
 
 def test_workers_say_how_they_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def probe_params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=min(max_tokens, _MAX_TOKENS))
 
 
-class Agreement:
+class Probe:
     """Takes in the kinds' answers, and tells once all are there."""
 
     def __init__(self, devices: Sequence[str]) -> None:
