@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from workers.actor import Worker, WorkerSettings, start_engine
 from workers.config import SamplingParams
 from workers.engine import Engine
 from workers.request import Completion, Request
+from workers.step_times import StepTimes
 
 _LOGGER = logging.getLogger(__name__)
 _STARTS, _PAUSE_SECONDS = 3, 2.0
@@ -98,12 +100,26 @@ class ShardWorker:
         # The engine's thread waits for the weights, and Ray warns as if the event loop did.
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._settings = settings
-        build = _starting(lambda: start_engine(weights[0], settings.worker))
-        self._worker = Worker(build, settings.worker.device)
+        self._weights = weights
+        self._step_times: StepTimes | None = None  # Known once the engine is built.
+        self._worker = Worker(_starting(self._start), settings.worker.device)
         self._schema = output_schema(schema_from_json(settings.carried))
         self._turn = asyncio.Lock()
         self._floor = Floor()
         self._ended: dict[str, asyncio.Event] = {}
+
+    def _start(self) -> Engine:
+        engine = start_engine(self._weights[0], self._settings.worker)
+        self._step_times = engine.step_times
+        return engine
+
+    def _provenance(self) -> Provenance:
+        return replace(
+            self._settings.provenance,
+            worker=f"{self._worker.device}:{os.getpid()}",
+            max_num_seqs=self._settings.worker.engine.max_num_seqs,
+            step_times=self._step_times,
+        )
 
     async def run(self, shard: str) -> PartReport:
         """Answer every row of a shard and commit its part; raises OSError if storage fails for good."""
@@ -129,7 +145,7 @@ class ShardWorker:
             task.answered,
             task.plan,
             self._schema,
-            settings.provenance,
+            self._provenance(),
             is_first=task.attempts.number == 1 and not settings.retry,
         )
 

@@ -38,6 +38,8 @@ _LANES = 4  # Shards that a worker holds at once.
 class Instant:
     """An engine whose answers, of twenty tokens, cost nothing."""
 
+    step_times = None
+
     def __init__(self) -> None:
         self._waiting: list[Request] = []
 

@@ -23,6 +23,7 @@ from tests.outputs import answer, commit, fail, make_output
 from workers.actor import WorkerSettings
 from workers.config import EngineConfig, SamplingParams
 from workers.request import Completion, Request
+from workers.step_times import StepTimes
 
 ROWS = [{"id": f"r{i}", "prompt": f"p{i}"} for i in range(40)]
 ROWS[7] |= {"sampling_params": {"n": 3}}
@@ -31,6 +32,8 @@ ROWS[9] = {"id": "r9"}  # No prompt.
 
 class Engine:
     """Answers a request a step. At the row called `deadly` it is stuck, which stands for a death."""
+
+    step_times = StepTimes((1, 4), (0.01, 0.02345678))
 
     def __init__(self, deadly: str = "") -> None:
         self.deadly, self.stuck = deadly, threading.Event()

@@ -1,0 +1,135 @@
+"""Who generated what when: samples as spans of time, by worker, and what can be told of that."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.sums import numbers
+from workers.step_times import StepTimes
+
+_MOST_INTERVALS = 4000
+
+
+@dataclass(frozen=True)
+class Spans:
+    """When which samples were generated, and what that took: arrays [n], times since the epoch."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    tokens: np.ndarray
+    prompt_tokens: np.ndarray
+    steps: np.ndarray
+    drafts: np.ndarray
+
+    @classmethod
+    def of_rows(cls, table: pa.Table) -> "Spans":
+        """Those of a part's rows."""
+        ends = table["finished_at"].cast(pa.int64()).to_numpy() / 1e6
+        counted = ("generated_tokens", "input_tokens", "steps", "draft_tokens")
+        counts = (numbers(table, f"num_{name}") for name in counted)
+        return cls(ends - numbers(table, "time_taken"), ends, *counts)
+
+    @classmethod
+    def joined(cls, parts: Iterable["Spans"]) -> "Spans":
+        """All spans of several."""
+        every = [cls(*(np.zeros(0) for _ in fields(cls))), *parts]
+        return cls(*(np.concatenate([getattr(p, f.name) for p in every]) for f in fields(cls)))
+
+    def edges(self, num_bins: int) -> np.ndarray:
+        """Times [num_bins + 1] that divide the whole evenly."""
+        first, last = float(self.starts.min()), float(self.ends.max())
+        return np.linspace(first, max(last, first + 1e-3), num_bins + 1)
+
+    @property
+    def seconds(self) -> float:
+        """The time in which something was generated; pauses are none of it."""
+        if not len(self.starts):
+            return 0.0
+        order = np.argsort(self.starts)
+        starts, ends = self.starts[order], np.maximum.accumulate(self.ends[order])
+        pauses = np.maximum(starts[1:] - ends[:-1], 0).sum()
+        return float(ends[-1] - starts[0] - pauses)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The weight of each sample that makes `over_time` count the samples under way."""
+        result: np.ndarray = self.ends - self.starts
+        return result
+
+    def over_time(self, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
+        """Spread each sample's weight evenly over its time: the weight per second between edges."""
+        rates = weights / np.maximum(self.ends - self.starts, 1e-6)
+        begun, ended = (_ramps(at, rates, edges) for at in (self.starts, self.ends))
+        rate: np.ndarray = np.maximum(np.diff(begun - ended), 0) / np.diff(edges)
+        return rate
+
+
+def _ramps(at: np.ndarray, rates: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """At each edge, the sum of rate * (edge - at) over all that begins before it."""
+    order = np.argsort(at)
+    at, rates = at[order] - edges[0], rates[order]
+    before = np.searchsorted(at, edges - edges[0])
+    rate, moment = (np.concatenate([[0.0], part.cumsum()])[before] for part in (rates, rates * at))
+    result: np.ndarray = rate * (edges - edges[0]) - moment
+    return result
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What drafts saved, estimated: seconds of the passes that gave the tokens, as they were and as
+    they had been with a token a row and pass; `num_tokens` were given by them.
+    """
+
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    num_tokens: int = 0
+
+    def __add__(self, other: "Saved") -> "Saved":
+        return Saved(
+            self.seconds + other.seconds,
+            self.plain_seconds + other.plain_seconds,
+            self.num_tokens + other.num_tokens,
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the time without drafts; below zero where they cost more than they gave."""
+        return 1 - self.seconds / self.plain_seconds
+
+
+@dataclass(frozen=True)
+class WorkerSpans:
+    """What one worker generated; how many rows it takes at once, and its step times, where known."""
+
+    spans: Spans
+    max_num_seqs: int | None
+    times: StepTimes | None
+
+    @property
+    def saved(self) -> Saved | None:
+        """What drafts saved here; None if there were none, or step times were not measured.
+
+        A sample's first pass, which reads its prompt and gives the first token, is left out. The others,
+        and what was drafted and generated in them, are spread evenly over the sample's time. Between
+        any two beginnings or ends as many samples are under way, B: with s steps there, there were s / B
+        passes; for t tokens without drafts there had been t / B, of B tokens each.
+        """
+        spans, times = self.spans, self.times
+        if times is None or not spans.drafts.sum():
+            return None
+        edges = np.unique(np.concatenate([spans.starts, spans.ends]))
+        if len(edges) > _MOST_INTERVALS:
+            edges = edges[np.linspace(0, len(edges) - 1, _MOST_INTERVALS).astype(int)]
+        after_first = (np.maximum(counts - 1, 0) for counts in (spans.steps, spans.tokens))
+        steps, tokens, drafts = (
+            spans.over_time(counts, edges) * np.diff(edges)
+            for counts in (*after_first, spans.drafts)
+        )
+        rows = spans.over_time(spans.rows, edges)
+        busy = (rows > 1e-3) & (steps > 0)
+        steps, tokens, drafts, rows = (of[busy] for of in (steps, tokens, drafts, rows))
+        as_it_was = steps / rows * times(rows * (steps + drafts) / steps)
+        plain = tokens / rows * times(rows)
+        return Saved(float(as_it_was.sum()), float(plain.sum()), round(float(tokens.sum())))
