@@ -168,7 +168,7 @@ def _figures(one: Facts, other: Facts) -> Iterator[Pair]:
         second = there.get(figure.name)
         ratio = ""
         if first and second and first.value and second.value and figure.is_measured:
-            ratio = f"{second.value / first.value:.2f} x"
+            ratio = f"{second.value / first.value:.2f}\u00d7"
         yield Pair(figure.name, first.text if first else "-", second.text if second else "-", ratio)
 
 

@@ -75,7 +75,7 @@ def ranking(
         )
         traces.append(trace.update(texttemplate="%{x:.2f}", textposition="auto"))
     num_bars = sum(len(values) for values in series.values())
-    figure = _figure(traces, axis, "").update_yaxes(type="category")
+    figure = _figure(traces, axis, "").update_yaxes(type="category", ticksuffix=" ")
     return figure.update_layout(height=max(_HEIGHT, 80 + 24 * num_bars))
 
 
@@ -114,7 +114,9 @@ def heat(workers: Mapping[str, WorkerSpans], edges: np.ndarray) -> go.Figure:
     trace.colorbar = bar | ({"tickformat": ".0%"} if is_share else {})
     if is_share:
         trace.zmax = 1
-    figure = _figure([trace], unit, "").update_yaxes(type="category", autorange="reversed")
+    figure = _figure([trace], unit, "").update_yaxes(
+        type="category", ticksuffix=" ", autorange="reversed"
+    )
     return figure.update_layout(height=max(150, 90 + 26 * len(rows)))
 
 

@@ -34,7 +34,7 @@ def report(arguments: Sequence[str]) -> int:
     if len(given.output) == 2:
         text = _compare(given.output[0], given.output[1], given.format)
     else:
-        text = _describe(given.output[0], given.format)
+        text = describe_run(given.output[0], given.format)
     names = _NAMES if len(given.output) == 1 else _COMPARISONS
     uri = given.into or storage.join(given.output[0], names[given.format])
     with naming_output(uri):
@@ -43,7 +43,8 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _describe(output: str, form: str) -> str:
+def describe_run(output: str, form: str) -> str:
+    """A run's report, as `html` or `md`; raises DamagedPartError or InputError."""
     with naming_output(output):
         stats = read_stats(output)
         facts = gather_facts(output, stats)

@@ -21,13 +21,14 @@ class Spans:
     tokens: np.ndarray
     prompt_tokens: np.ndarray
     steps: np.ndarray
+    spec_steps: np.ndarray
     drafts: np.ndarray
 
     @classmethod
     def of_rows(cls, table: pa.Table) -> "Spans":
         """Those of a part's rows."""
         ends = table["finished_at"].cast(pa.int64()).to_numpy() / 1e6
-        counted = ("generated_tokens", "input_tokens", "steps", "draft_tokens")
+        counted = ("generated_tokens", "input_tokens", "steps", "spec_steps", "draft_tokens")
         counts = (numbers(table, f"num_{name}") for name in counted)
         return cls(ends - numbers(table, "time_taken"), ends, *counts)
 
@@ -114,7 +115,8 @@ class WorkerSpans:
         A sample's first pass, which reads its prompt and gives the first token, is left out. The others,
         and what was drafted and generated in them, are spread evenly over the sample's time. Between
         any two beginnings or ends as many samples are under way, B: with s steps there, there were s / B
-        passes; for t tokens without drafts there had been t / B, of B tokens each.
+        passes; for t tokens without drafts there had been t / B, of B tokens each. Which rows of a pass
+        had a draft is not known: any may have had, alike and apart from the others.
         """
         spans, times = self.spans, self.times
         if times is None or not spans.drafts.sum():
@@ -123,13 +125,35 @@ class WorkerSpans:
         if len(edges) > _MOST_INTERVALS:
             edges = edges[np.linspace(0, len(edges) - 1, _MOST_INTERVALS).astype(int)]
         after_first = (np.maximum(counts - 1, 0) for counts in (spans.steps, spans.tokens))
-        steps, tokens, drafts = (
+        steps, tokens, spec_steps, drafts = (
             spans.over_time(counts, edges) * np.diff(edges)
-            for counts in (*after_first, spans.drafts)
+            for counts in (*after_first, spans.spec_steps, spans.drafts)
         )
         rows = spans.over_time(spans.rows, edges)
-        busy = (rows > 1e-3) & (steps > 0)
-        steps, tokens, drafts, rows = (of[busy] for of in (steps, tokens, drafts, rows))
-        as_it_was = steps / rows * times(rows * (steps + drafts) / steps)
-        plain = tokens / rows * times(rows)
+        busy = (rows > 0.5) & (steps > 0)
+        steps, tokens, spec_steps, drafts, rows = (
+            of[busy] for of in (steps, tokens, spec_steps, drafts, rows)
+        )
+        length = drafts / np.maximum(spec_steps, 1e-9)
+        passes = _mean_times(times, np.rint(rows).astype(int), spec_steps / steps, length)
+        as_it_was = steps / rows * passes
+        plain = tokens / rows * times(np.rint(rows))
         return Saved(float(as_it_was.sum()), float(plain.sum()), round(float(tokens.sum())))
+
+
+def _mean_times(
+    times: StepTimes, rows: np.ndarray, chances: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """The mean time of passes of so many rows [n], each of which has a draft of a length [n] by a chance
+    [n]: a pass of k drafts, by how likely k of the rows have one.
+    """
+    most = int(rows.max(initial=0))
+    log_factorial = np.concatenate([[0.0], np.log(np.arange(1, most + 1)).cumsum()])
+    yes, no = (np.log(np.clip(chance, 1e-12, 1)) for chance in (chances, 1 - chances))
+    result = np.zeros(len(rows))
+    for k in range(most + 1):
+        left = rows - k
+        log_ways = log_factorial[rows] - log_factorial[k] - log_factorial[np.maximum(left, 0)]
+        likely = np.where(left >= 0, np.exp(log_ways + k * yes + left * no), 0.0)
+        result += likely * times(rows + k * lengths)
+    return result

@@ -45,6 +45,8 @@ DOORS = {
     "rich": {"jobs"},
     "plotly": {"jobs"},
     "yaml": {"jobs", "pipeline/config.py"},
+    "huggingface_hub": {"quant/hub.py", "jobs/push.py"},
+    "jinja2": {"jobs", "pipeline/templates.py"},
 }
 
 

@@ -124,7 +124,7 @@ def test_answers_of_other_rows_are_counted_and_no_more(output: Path) -> None:
 def test_work_is_spread_over_its_time() -> None:
     starts, ends = np.array([100.0, 102.0, 110.0]), np.array([104.0, 104.0, 111.0])
     nothing = np.zeros(3, np.int64)
-    spans = Spans(starts, ends, nothing, nothing, nothing, nothing)
+    spans = Spans(starts, ends, *[nothing] * 5)
     assert spans.seconds == 5.0  # The six seconds without are none of it.
     edges = spans.edges(11)
     assert edges.tolist() == list(range(100, 112))
