@@ -46,7 +46,6 @@ DOORS = {
     "plotly": {"jobs"},
     "yaml": {"jobs", "pipeline/config.py"},
     "huggingface_hub": {"quant/hub.py", "jobs/push.py"},
-    "jinja2": {"jobs", "pipeline/templates.py"},
 }
 
 

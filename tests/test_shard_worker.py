@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -113,6 +114,16 @@ def run_worker(
 def rows_of(output: Path, shard: str) -> dict[tuple[str, int], dict[str, Any]]:
     rows = pq.read_table(part_uri(str(output), shard)).to_pylist()
     return {(row["id"], row["sample_idx"]): row for row in rows}
+
+
+def test_a_part_names_its_worker_and_carries_its_step_times(planned: tuple[Path, Plan]) -> None:
+    output, plan = planned
+    assert run_worker(Engine(), settings_for(output, plan), ["00000-00000"]) is not None
+    metadata = pq.read_metadata(part_uri(str(output), "00000-00000")).metadata
+    footer = json.loads(metadata[b"quasar"])
+    assert footer["worker"] == f"cpu:{os.uname().nodename}:{os.getpid()}"
+    assert footer["max_num_seqs"] == 16
+    assert footer["step_times"] == [[1, 0.01], [4, 0.02346]]  # Four digits.
 
 
 def test_shards_side_by_side(planned: tuple[Path, Plan]) -> None:
