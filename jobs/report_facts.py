@@ -9,6 +9,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import DamagedOutputError
 from pipeline.inspection import read_config
 from pipeline.run_stats import RunStats
+from pipeline.spans import Saved
 from pipeline.summary import read_summary
 
 
@@ -80,7 +81,7 @@ def _figures(stats: RunStats) -> list[Figure]:
         figures.insert(3, _count("answers of other rows", stats.num_shared))
     if (fill := stats.batch_fill) is not None:
         figures.append(_share("of the batch filled", fill))
-    if (saved := stats.saved) is not None:
+    if (saved := stats.saved) is not None and saved.is_likely:
         figures.append(_share("of the decoding time saved by drafts (estimate)", saved.share))
     return figures
 
@@ -127,13 +128,24 @@ def _lines(stats: RunStats, summary: dict[str, Any], config: RunConfig | None) -
     ended = ", ".join(f"{name} {count:,}" for name, count in stats.finish_reasons.most_common())
     lines["answers ended by"] = ended
     if saved := stats.saved:
-        lines["time saved (estimate)"] = (
-            f"{saved.plain_seconds - saved.seconds:,.1f} of {saved.plain_seconds:,.1f} s that the passes "
-            f"of {saved.num_tokens:,} tokens had taken with one token a row and pass, and as many rows "
-            "under way; by the step times that the workers measured when they started. Prompts, the "
-            "attention over long rows and what proposing drafts takes are not in it"
-        )
+        lines["time saved (estimate)"] = _saved(saved)
     return lines
+
+
+def _saved(saved: Saved) -> str:
+    took = f"of the {saved.busy_seconds:,.1f} s that workers were busy, passes that gave tokens make up"
+    if not saved.is_likely:
+        return (
+            f"none that can be told: {took} {saved.seconds:,.1f} s only, by the step times measured when "
+            "the workers started. The rest went to prompts, to attention over long rows, or to "
+            "other programs on the machine"
+        )
+    return (
+        f"{saved.plain_seconds - saved.seconds:,.1f} s. By the step times measured when the workers "
+        f"started, {took} {saved.seconds:,.1f} s; with one token a row and pass, and as many rows under "
+        f"way, the {saved.num_tokens:,} tokens had taken {saved.plain_seconds:,.1f} s. Prompts, the "
+        "attention over long rows and what proposing drafts takes are not in it"
+    )
 
 
 def _weights(precision: str, weights: dict[str, Any]) -> str:

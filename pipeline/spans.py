@@ -10,6 +10,7 @@ from pipeline.sums import numbers
 from workers.step_times import StepTimes
 
 _MOST_INTERVALS = 4000
+_LEAST_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,34 @@ def _ramps(at: np.ndarray, rates: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Saved:
-    """What drafts saved, estimated: seconds of the passes that gave the tokens, as they were and as
-    they had been with a token a row and pass; `num_tokens` were given by them.
+    """What drafts saved, estimated by step times.
+
+    Attributes:
+        seconds: of the passes that gave the tokens.
+        plain_seconds: that they had taken with a token a row and pass.
+        num_tokens: that they gave.
+        busy_seconds: that were spent in truth, on prompts and all else as well.
     """
 
     seconds: float = 0.0
     plain_seconds: float = 0.0
     num_tokens: int = 0
+    busy_seconds: float = 0.0
 
     def __add__(self, other: "Saved") -> "Saved":
         return Saved(
             self.seconds + other.seconds,
             self.plain_seconds + other.plain_seconds,
             self.num_tokens + other.num_tokens,
+            self.busy_seconds + other.busy_seconds,
         )
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether the passes make up enough of the time for the step times to be those of this run: not
+        where the machine was busy with something else, or where prompts and long rows took most of it.
+        """
+        return self.seconds >= _LEAST_SHARE * self.busy_seconds
 
     @property
     def share(self) -> float:
@@ -138,7 +153,9 @@ class WorkerSpans:
         passes = _mean_times(times, np.rint(rows).astype(int), spec_steps / steps, length)
         as_it_was = steps / rows * passes
         plain = tokens / rows * times(np.rint(rows))
-        return Saved(float(as_it_was.sum()), float(plain.sum()), round(float(tokens.sum())))
+        of_all = (float(each.sum()) for each in (as_it_was, plain, tokens))
+        seconds, plain_seconds, num_tokens = of_all
+        return Saved(seconds, plain_seconds, round(num_tokens), spans.seconds)
 
 
 def _mean_times(

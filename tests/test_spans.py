@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.__main__ import main
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.run_stats import RunStats, read_stats
 from pipeline.spans import Saved, Spans, WorkerSpans
@@ -65,7 +66,26 @@ def test_drafts_that_were_wrong_cost() -> None:
     assert saved is not None
     assert (saved.seconds, saved.plain_seconds) == pytest.approx((12.0, 10.0), rel=1e-4)
     assert saved.share == pytest.approx(-0.2, rel=1e-3)
-    assert saved + Saved(8.0, 10.0, 5) == Saved(*(pytest.approx(n) for n in (20.0, 20.0, 15)))
+    total = saved + Saved(8.0, 10.0, 5, 30.0)
+    assert total == Saved(*(pytest.approx(n) for n in (20.0, 20.0, 15, 40.0)))
+
+
+def test_an_estimate_that_explains_little_of_the_time_is_not_shown(output: Path) -> None:
+    def told() -> str:
+        assert main(["report", str(output), "--format", "md"]) == 0
+        return (output / "README.md").read_text(encoding="utf-8")
+
+    # Four rows in each part: two passes after the first one, with three drafted tokens in one of them.
+    for part in (output / "data").iterdir():
+        at(part, [3.0, 3.0, 3.0, 3.0])
+    card = told()
+    assert "| of the decoding time saved by drafts (estimate) | " in card
+    assert "the 32 tokens had taken" in card
+    for part in (output / "data").iterdir():
+        at(part, [30.0, 30.0, 30.0, 30.0])
+    card = told()
+    assert "of the decoding time saved" not in card
+    assert "none that can be told: of the 60.0 s that workers were busy" in card
 
 
 def test_without_drafts_or_step_times_nothing_is_estimated() -> None:
