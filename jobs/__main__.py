@@ -14,7 +14,7 @@ from jobs.interruption import (
 )
 
 _COMMANDS = (
-    *("generate", "plan", "status", "report", "verify", "retry", "merge"),
+    *("generate", "plan", "status", "report", "verify", "retry", "merge", "push"),
     *("submit", "quantize", "bench", "demo"),
 )
 _USAGE = """usage: python -m jobs COMMAND [options]
@@ -23,10 +23,11 @@ commands:
   generate   generate a data set: prompts in, answers with acceptance statistics out
   plan       the first phase of generate by itself: what there is to do, what it takes
   status     how far a run has come, from its output folder alone
-  report     a page with what a run did, or a card for its data set
+  report     a page with what a run did, or a card for its data set; or two runs side by side
   verify     check every file of an output; generate some rows again and compare
   retry      try the rows of a run again that failed
   merge      the parts of a run as one data set, in files of a target size
+  push       the parts of a run and its card to the Hugging Face hub
   submit     one of generate, plan, retry, verify, merge and quantize as a job on a Ray cluster
   quantize   convert a checkpoint to W8A8, measure it, write it for this and other engines
   bench      measure drafts, precisions and batch sizes on this machine and your prompts

@@ -1,7 +1,10 @@
-"""A run's report as a data-set card: Markdown with the head that the Hugging Face hub reads."""
+"""Reports as Markdown: of two runs side by side; and of one as a data-set card, with the head that the
+Hugging Face hub reads.
+"""
 
 import yaml
 
+from jobs.comparison import Comparison
 from jobs.report_facts import Facts, number, percent, ratio
 from pipeline.run_stats import RunStats
 
@@ -28,9 +31,9 @@ def render_card(facts: Facts, stats: RunStats) -> str:
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {stats.num_rows:,} rows by {facts.model}",
         f"Generated {facts.when} with [Quasar Batch](https://github.com/quasar-batch/quasar-batch).",
-        _table(["", ""], [[label, value] for value, label in facts.tiles]),
+        table(["", ""], [[figure.name, figure.text] for figure in facts.figures]),
         "## What ran",
-        _table(["", ""], [[name, value] for name, value in facts.lines.items()]),
+        table(["", ""], [[name, value] for name, value in facts.lines.items()]),
     ]
     for column, kinds in stats.kinds.items():
         rows = [
@@ -54,14 +57,41 @@ def render_card(facts: Facts, stats: RunStats) -> str:
             "acceptance length",
             "accepted",
         ]
-        parts += [f"## By {column}", _table(names, rows)]
+        parts += [f"## By {column}", table(names, rows)]
     if stats.errors:
         failures = [[k, f"{n:,}", stats.error_examples[k]] for k, n in stats.errors.most_common()]
-        parts += ["## Failures", _table(["kind", "samples", "for example"], failures)]
+        parts += ["## Failures", table(["kind", "samples", "for example"], failures)]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(names: list[str], rows: list[list[str]]) -> str:
+def render_comparison_card(found: Comparison) -> str:
+    """Two runs side by side, as Markdown."""
+    names = list(found.names)
+    parts = [
+        f"# {names[0]} and {names[1]}",
+        table(
+            ["", *names, "second / first"],
+            [[pair.name, pair.first, pair.second, pair.ratio] for pair in found.figures],
+        ),
+        "## Tokens",
+        _cell(found.verdict),
+        *(f"- {_cell(reason)}" for reason in found.reasons),
+    ]
+    if found.agreement.unequal:
+        rows = [
+            [row.id, str(row.sample_idx), str(row.num_common), *map(str, row.num_tokens)]
+            for row in found.agreement.unequal
+        ]
+        parts += [f"{found.unequal_title}:"]
+        parts += [table(["id", "sample", "tokens in common", *names], rows)]
+    if found.differences:
+        differences = [[pair.name, pair.first, pair.second] for pair in found.differences]
+        parts += ["## What differs", table(["", *names], differences)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(names: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

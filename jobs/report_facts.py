@@ -9,17 +9,31 @@ from pipeline.config import RunConfig
 from pipeline.errors import DamagedOutputError
 from pipeline.inspection import read_config
 from pipeline.run_stats import RunStats
+from pipeline.spans import Saved
 from pipeline.summary import read_summary
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A number of a run: what it is, and how it is written; `is_measured` if two runs of the same rows
+    differ in it, and a ratio says by how much.
+    """
+
+    name: str
+    value: float | None
+    text: str
+    is_measured: bool = True
+
+
+@dataclass(frozen=True)
 class Facts:
-    """A run in a few words: `tiles` are its figures, (value, what it is); `lines` what ran."""
+    """A run in a few words: `figures` are its numbers, `lines` what ran, `config` what was asked for."""
 
     model: str
     when: str
-    tiles: list[tuple[str, str]]
+    figures: list[Figure]
     lines: dict[str, str]
+    config: RunConfig | None
 
 
 def gather_facts(output: str, stats: RunStats) -> Facts:
@@ -39,27 +53,49 @@ def gather_facts(output: str, stats: RunStats) -> Facts:
         )
         when = f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"
     return Facts(
-        model.rstrip("/").rpartition("/")[2], when, _tiles(stats), _lines(stats, summary, config)
+        model.rstrip("/").rpartition("/")[2],
+        when,
+        _figures(stats),
+        _lines(stats, summary, config),
+        config,
     )
 
 
-def _tiles(stats: RunStats) -> list[tuple[str, str]]:
+def _figures(stats: RunStats) -> list[Figure]:
     total, seconds = stats.total, stats.spans.seconds
     drafts = total.stats
-    tiles = [
-        (f"{stats.num_rows:,}", "rows"),
-        (f"{total.num_samples:,}", "samples"),
-        (f"{total.num_errors:,}", "failed"),
-        (f"{total.num_tokens:,}", "tokens generated"),
-        (f"{total.num_tokens / seconds:,.0f}" if seconds else "-", "tokens per second"),
-        (str(timedelta(seconds=round(seconds))), "time of generation"),
-        (number(drafts.mean_acceptance_length), "acceptance length"),
-        (percent(drafts.draft_acceptance_rate), "of drafted tokens accepted"),
-        (ratio(total.num_tokens, drafts.num_steps), "tokens per step"),
+    speed = total.num_tokens / seconds if seconds else None
+    per_step = total.num_tokens / drafts.num_steps if drafts.num_steps else None
+    figures = [
+        _count("rows", stats.num_rows),
+        _count("samples", total.num_samples),
+        _count("failed", total.num_errors),
+        _count("tokens generated", total.num_tokens),
+        Figure("tokens per second", speed, "-" if speed is None else f"{speed:,.0f}"),
+        Figure("time of generation", seconds, str(timedelta(seconds=round(seconds)))),
+        _ratio("tokens per step", per_step),
+        _ratio("acceptance length", drafts.mean_acceptance_length),
+        _share("of drafted tokens accepted", drafts.draft_acceptance_rate),
     ]
     if stats.num_shared:
-        tiles.insert(3, (f"{stats.num_shared:,}", "answers of other rows"))
-    return tiles
+        figures.insert(3, _count("answers of other rows", stats.num_shared))
+    if (fill := stats.batch_fill) is not None:
+        figures.append(_share("of the batch filled", fill))
+    if (saved := stats.saved) is not None and saved.is_likely:
+        figures.append(_share("of the decoding time saved by drafts (estimate)", saved.share))
+    return figures
+
+
+def _count(name: str, value: int) -> Figure:
+    return Figure(name, value, f"{value:,}", is_measured=False)
+
+
+def _ratio(name: str, value: float | None) -> Figure:
+    return Figure(name, value, number(value))
+
+
+def _share(name: str, value: float | None) -> Figure:
+    return Figure(name, value, percent(value), is_measured=False)
 
 
 def _lines(stats: RunStats, summary: dict[str, Any], config: RunConfig | None) -> dict[str, str]:
@@ -82,7 +118,7 @@ def _lines(stats: RunStats, summary: dict[str, Any], config: RunConfig | None) -
     for key, name in (("weights_digest", "weights digest"), ("config_digest", "config digest")):
         if found := sorted({footer[key] for footer in stats.footers if key in footer}):
             lines[name] = ", ".join(found)
-    if devices := sorted(set(stats.spans.devices)):
+    if devices := sorted(stats.devices):
         shown = ", ".join(devices[:8])
         lines["devices"] = shown + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
     versions = {tuple(sorted(footer.get("versions", {}).items())) for footer in stats.footers}
@@ -91,7 +127,25 @@ def _lines(stats: RunStats, summary: dict[str, Any], config: RunConfig | None) -
     )
     ended = ", ".join(f"{name} {count:,}" for name, count in stats.finish_reasons.most_common())
     lines["answers ended by"] = ended
+    if saved := stats.saved:
+        lines["time saved (estimate)"] = _saved(saved)
     return lines
+
+
+def _saved(saved: Saved) -> str:
+    took = f"of the {saved.busy_seconds:,.1f} s that workers were busy, passes that gave tokens make up"
+    if not saved.is_likely:
+        return (
+            f"none that can be told: {took} {saved.seconds:,.1f} s only, by the step times measured when "
+            "the workers started. The rest went to prompts, to attention over long rows, or to "
+            "other programs on the machine"
+        )
+    return (
+        f"{saved.plain_seconds - saved.seconds:,.1f} s. By the step times measured when the workers "
+        f"started, {took} {saved.seconds:,.1f} s; with one token a row and pass, and as many rows under "
+        f"way, the {saved.num_tokens:,} tokens had taken {saved.plain_seconds:,.1f} s. Prompts, the "
+        "attention over long rows and what proposing drafts takes are not in it"
+    )
 
 
 def _weights(precision: str, weights: dict[str, Any]) -> str:

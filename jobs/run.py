@@ -22,7 +22,7 @@ from pipeline.plan import Plan
 from pipeline.pool import WorkerPool
 from pipeline.progress import Course
 from pipeline.schema import schema_to_json
-from pipeline.shard_worker import GenerateSettings
+from pipeline.shard_task import GenerateSettings
 from pipeline.summary import Summary, describe_drafts, read_summary, sum_reports, write_summary
 from quant.checkpoint import Checkpoint, open_checkpoint
 from quant.compressed import read_report

@@ -117,6 +117,10 @@ class RunConfig(BaseModel):
         }
         return _flatten(nested)
 
+    def flat(self) -> dict[str, Any]:
+        """Every key by its whole name (`sampling.top_p`)."""
+        return _flatten(self.model_dump(mode="json"))
+
     def digest(self) -> str:
         """sha256 (hex) of the identity."""
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline import failpoints, storage
@@ -16,18 +17,47 @@ from pipeline.errors import DamagedPartError
 from pipeline.failed_rows import write_errors
 from pipeline.schema import OUTPUT_SCHEMA, footer, output_table, schema_digest
 from pipeline.shards import to_parquet
+from pipeline.sums import numbers, sum_rows
 from workers.request import Completion, Request, TokenLogprobs
 from workers.stats import AcceptanceStats
+from workers.step_times import StepTimes
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What every part of a run says about its making, in its footer and columns."""
+    """What every part of a run says about its making, in its footer and columns.
+
+    Attributes:
+        worker: the process that made it.
+        max_num_seqs: rows it generates at once.
+        step_times: what passes cost there; None where they were not measured.
+    """
 
     model: str
     weights_digest: str
     config_digest: str
     versions: dict[str, str]
+    worker: str | None = None
+    max_num_seqs: int | None = None
+    step_times: StepTimes | None = None
+
+    def footer(self, shard: str) -> dict[bytes, bytes]:
+        """The footer of a shard's part."""
+        times = self.step_times
+        known = {
+            "shard": shard,
+            "weights_digest": self.weights_digest,
+            "config_digest": self.config_digest,
+            "versions": self.versions,
+            "worker": self.worker,
+            "max_num_seqs": self.max_num_seqs,
+            # Four digits are more than is measured.
+            "step_times": times
+            and [
+                [n, float(f"{s:.4g}")] for n, s in zip(times.num_tokens, times.seconds, strict=True)
+            ],
+        }
+        return footer({key: value for key, value in known.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -92,15 +122,7 @@ def commit_part(
     keys = {(row["id"], row["sample_idx"]) for _, row in rows}
     assert len(keys) == len(rows), f"shard {shard}: a sample twice"
     table = output_table([row for _, row in rows], plan, [index for index, _ in rows], schema)
-    metadata = footer(
-        {
-            "shard": shard,
-            "weights_digest": provenance.weights_digest,
-            "config_digest": provenance.config_digest,
-            "versions": provenance.versions,
-        }
-    )
-    content = to_parquet(table.replace_schema_metadata(metadata))
+    content = to_parquet(table.replace_schema_metadata(provenance.footer(shard)))
     write_errors(output, shard, table, plan, may_be_there=not is_first)
     storage.write_atomic(part_uri(output, shard), content)
     failpoints.reach("part-placed", shard)
@@ -156,7 +178,7 @@ def read_report(output: str, shard: str) -> PartReport:
 _REPORTED = (
     "id",
     "answer_of",
-    "finish_reason",
+    "error",
     "num_input_tokens",
     "num_generated_tokens",
     "num_steps",
@@ -169,31 +191,24 @@ _REPORTED = (
 
 def report_of(shard: str, table: pa.Table, content: bytes) -> PartReport:
     """What a part of these rows, in a file of this content, adds up to."""
-    rows = table.select(list(_REPORTED)).to_pylist()
-    own = [row for row in rows if row["answer_of"] is None]
-    stats = AcceptanceStats()
-    for row in own:
-        if row["acceptance_histogram"] is not None:
-            histogram = tuple(row["acceptance_histogram"])
-            stats += AcceptanceStats(row["num_steps"], row["num_draft_tokens"], histogram)
-    ends = [row["finished_at"].timestamp() for row in rows]
+    total = sum_rows(table)
+    own = table.filter(table["answer_of"].is_null())
+    ends = table["finished_at"].cast(pa.int64()).to_numpy() / 1e6
+    own_seconds = numbers(table, "time_taken") * table["answer_of"].is_null().to_numpy()
     return PartReport(
         shard=shard,
         num_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
         schema=schema_digest(table.schema),
-        num_rows=len({row["id"] for row in rows}),
-        num_samples=len(rows),
-        num_errors=sum(row["finish_reason"] == "error" for row in rows),
-        num_shared=len(rows) - len(own),
-        num_input_tokens=sum(row["num_input_tokens"] or 0 for row in own),
-        num_generated_tokens=sum(row["num_generated_tokens"] or 0 for row in own),
-        stats=stats,
-        started_at=min(
-            end - (0 if row["answer_of"] else row["time_taken"] or 0)
-            for end, row in zip(ends, rows, strict=True)
-        ),
-        finished_at=max(ends),
+        num_rows=pc.count_distinct(table["id"]).as_py(),
+        num_samples=total.num_samples,
+        num_errors=total.num_errors,
+        num_shared=len(table) - len(own),
+        num_input_tokens=int(numbers(own, "num_input_tokens").sum()),
+        num_generated_tokens=total.num_tokens,
+        stats=total.stats,
+        started_at=float((ends - own_seconds).min()),
+        finished_at=float(ends.max()),
     )
 
 

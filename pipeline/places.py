@@ -10,7 +10,8 @@ import ray
 
 from pipeline import failpoints
 from pipeline.cluster import WorkersConfig
-from pipeline.shard_worker import GenerateSettings, ShardWorker, WorkerState
+from pipeline.shard_task import GenerateSettings
+from pipeline.shard_worker import ShardWorker, WorkerState
 from quant.store import WeightsRef
 from workers.actor import worker_environment
 

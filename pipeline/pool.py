@@ -26,7 +26,7 @@ from pipeline.errors import WorkerLostError
 from pipeline.parts import PartReport
 from pipeline.places import Kind, Place, last_shards, mean_pace
 from pipeline.probe import Probe
-from pipeline.shard_worker import GenerateSettings
+from pipeline.shard_task import GenerateSettings
 from quant.store import WeightsRef
 
 _LOGGER = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,82 +13,14 @@ import pyarrow.compute as pc
 from pipeline.errors import DamagedPartError
 from pipeline.parts import list_parts, part_uri, read_part
 from pipeline.schema import OUTPUT_SCHEMA
-from workers.stats import AcceptanceStats
+from pipeline.spans import Saved, Spans, WorkerSpans
+from pipeline.sums import Kind, sum_kinds, sum_rows
+from workers.step_times import StepTimes
 
 NUM_SLOWEST, NUM_ANSWERS = 10, 5
 MOST_KINDS = (
     30  # A column with more different values than this tells rows apart, not kinds of them.
 )
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Samples that have one value in some column; `seconds` adds up what each of them took."""
-
-    num_samples: int = 0
-    num_errors: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
-
-    def __add__(self, other: "Kind") -> "Kind":
-        return Kind(
-            self.num_samples + other.num_samples,
-            self.num_errors + other.num_errors,
-            self.num_tokens + other.num_tokens,
-            self.seconds + other.seconds,
-            self.stats + other.stats,
-        )
-
-
-_SPAN_ARRAYS = ("starts", "ends", "tokens", "prompt_tokens", "devices")
-
-
-@dataclass(frozen=True)
-class Spans:
-    """When which samples were generated: arrays [n], times in seconds since the epoch."""
-
-    starts: np.ndarray
-    ends: np.ndarray
-    tokens: np.ndarray
-    prompt_tokens: np.ndarray
-    devices: np.ndarray
-
-    def where(self, chosen: np.ndarray) -> "Spans":
-        """Those that a mask [n] chooses."""
-        return Spans(*(getattr(self, name)[chosen] for name in _SPAN_ARRAYS))
-
-    def edges(self, num_bins: int) -> np.ndarray:
-        """Times [num_bins + 1] that divide the whole evenly."""
-        first, last = float(self.starts.min()), float(self.ends.max())
-        return np.linspace(first, max(last, first + 1e-3), num_bins + 1)
-
-    @property
-    def seconds(self) -> float:
-        """The time in which something was generated; pauses are none of it."""
-        if not len(self.starts):
-            return 0.0
-        order = np.argsort(self.starts)
-        starts, ends = self.starts[order], np.maximum.accumulate(self.ends[order])
-        pauses = np.maximum(starts[1:] - ends[:-1], 0).sum()
-        return float(ends[-1] - starts[0] - pauses)
-
-    def over_time(self, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
-        """Spread each sample's weight evenly over its time: the weight per second between edges."""
-        rates = weights / np.maximum(self.ends - self.starts, 1e-6)
-        begun, ended = (_ramps(at, rates, edges) for at in (self.starts, self.ends))
-        rate: np.ndarray = np.maximum(np.diff(begun - ended), 0) / np.diff(edges)
-        return rate
-
-
-def _ramps(at: np.ndarray, rates: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """At each edge, the sum of rate * (edge - at) over all that begins before it."""
-    order = np.argsort(at)
-    at, rates = at[order] - edges[0], rates[order]
-    before = np.searchsorted(at, edges - edges[0])
-    rate, moment = (np.concatenate([[0.0], part.cumsum()])[before] for part in (rates, rates * at))
-    result: np.ndarray = rate * (edges - edges[0]) - moment
-    return result
 
 
 @dataclass
@@ -103,7 +35,8 @@ class RunStats:
         errors: how many samples failed, by kind, and `error_examples` the first reason of each.
         slowest: the samples that took longest, as rows.
         answers: a few answers, as rows.
-        footers: what the parts say of their making, each once.
+        footers: what the parts say of their making, each once, without what is of one worker.
+        devices: what ran it.
     """
 
     num_rows: int = 0
@@ -115,8 +48,10 @@ class RunStats:
     slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     footers: list[dict[str, Any]] = field(default_factory=list)
+    devices: set[str] = field(default_factory=set)
     _kinds: dict[str, dict[str, Kind]] = field(default_factory=dict)
-    _spans: list[Spans] = field(default_factory=list)
+    _spans: dict[str, list[Spans]] = field(default_factory=lambda: defaultdict(list))
+    _workers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def kinds(self) -> dict[str, dict[str, Kind]]:
@@ -126,17 +61,35 @@ class RunStats:
     @property
     def spans(self) -> Spans:
         """Of all samples that were generated."""
-        return Spans(
-            *(
-                np.concatenate([getattr(part, name) for part in self._spans])
-                for name in _SPAN_ARRAYS
-            )
-        )
+        return Spans.joined(part for parts in self._spans.values() for part in parts)
+
+    @property
+    def workers(self) -> dict[str, WorkerSpans]:
+        """By worker; by device where a part does not name its worker."""
+        return {
+            name: WorkerSpans(Spans.joined(parts), **self._workers.get(name, _NOTHING_KNOWN))
+            for name, parts in sorted(self._spans.items())
+        }
+
+    @property
+    def batch_fill(self) -> float | None:
+        """Rows under way over those that the workers take, while any is; None if that is not known."""
+        known = [(w.spans, w.max_num_seqs) for w in self.workers.values() if w.max_num_seqs]
+        places = sum(spans.seconds * num_rows for spans, num_rows in known)
+        return sum(float(spans.rows.sum()) for spans, _ in known) / places if places else None
+
+    @property
+    def saved(self) -> Saved | None:
+        """What drafts saved; None if nobody drafted, or measured step times."""
+        known = [saved for w in self.workers.values() if (saved := w.saved) is not None]
+        total = sum(known, Saved())
+        return total if total.plain_seconds else None
 
     def add(self, table: pa.Table) -> None:
         """Take in a part."""
         footer = json.loads((table.schema.metadata or {}).get(b"quasar", b"{}"))
         footer.pop("shard", None)
+        worker = self._take_worker(footer)
         if footer not in self.footers:
             self.footers.append(footer)
         own = table.filter(table["answer_of"].is_null())
@@ -147,13 +100,37 @@ class RunStats:
         for row in failed:
             self.errors[row["error_type"]] += 1
             self.error_examples.setdefault(row["error_type"], row["error"])
-        (total,) = _sums(table, np.zeros(len(table), np.int64), 1)
-        self.total += total
+        self.total += sum_rows(table)
         for name in table.column_names[len(OUTPUT_SCHEMA) :]:
             self._add_kinds(table, name)
         answered = own.filter(own["error"].is_null())
-        self._spans.append(_spans(answered))
+        self._add_spans(answered, worker)
         self._add_examples(answered)
+
+    def _take_worker(self, footer: dict[str, Any]) -> str | None:
+        """Take what a footer says of its worker out of it; the worker's name."""
+        name, max_num_seqs, times = (
+            footer.pop(key, None) for key in ("worker", "max_num_seqs", "step_times")
+        )
+        if name is not None:
+            measured = times and StepTimes(*zip(*times, strict=True))
+            self._workers[name] = {"max_num_seqs": max_num_seqs, "times": measured}
+        return str(name) if name is not None else None
+
+    def _add_spans(self, answered: pa.Table, worker: str | None) -> None:
+        """Rows that an earlier try answered are by a worker that the footer does not name."""
+        if not len(answered):
+            return
+        devices = answered["device"].unique().to_pylist()
+        self.devices.update(devices)
+        last = pc.equal(answered["attempt"], pc.max(answered["attempt"]))
+        if worker is not None:
+            self._spans[worker].append(Spans.of_rows(answered.filter(last)))
+            answered = answered.filter(pc.invert(last))
+        for device in devices:
+            mine = answered.filter(pc.equal(answered["device"], device))
+            if len(mine):
+                self._spans[device].append(Spans.of_rows(mine))
 
     def _add_kinds(self, table: pa.Table, name: str) -> None:
         column, known = table[name], self._kinds.setdefault(name, {})
@@ -162,7 +139,7 @@ class RunStats:
             return
         encoded = column.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
         values = encoded.dictionary.to_pylist()
-        sums = _sums(table, encoded.indices.to_numpy(), len(values))
+        sums = sum_kinds(table, encoded.indices.to_numpy(), len(values))
         for value, added in zip(values, sums, strict=True):
             if value in known or len(known) <= MOST_KINDS:
                 known[value] = known.get(value, Kind()) + added
@@ -176,6 +153,9 @@ class RunStats:
         drawn = shown.take(pa.array(lots.argsort(kind="stable")[:NUM_ANSWERS]))
         answers = [*self.answers, *drawn.to_pylist()]
         self.answers = sorted(answers, key=lambda row: _lot(row["id"]))[:NUM_ANSWERS]
+
+
+_NOTHING_KNOWN: dict[str, Any] = {"max_num_seqs": None, "times": None}
 
 
 def _lot(row_id: str) -> int:
@@ -201,52 +181,3 @@ def read_stats(output: str) -> RunStats:
             raise DamagedPartError(f"{uri}: is damaged (it has no column {missing[0]!r})")
         stats.add(table)
     return stats
-
-
-def _spans(table: pa.Table) -> Spans:
-    ends = table["finished_at"].cast(pa.int64()).to_numpy() / 1e6
-    tokens, prompt_tokens = (
-        _numbers(table, f"num_{name}_tokens") for name in ("generated", "input")
-    )
-    devices = table["device"].to_numpy()
-    return Spans(ends - _numbers(table, "time_taken"), ends, tokens, prompt_tokens, devices)
-
-
-def _sums(table: pa.Table, kind_of_row: np.ndarray, num_kinds: int) -> list[Kind]:
-    """Sums by kind: `kind_of_row` [n] says which each row is of."""
-    is_own = table["answer_of"].is_null().to_numpy()
-
-    def total(values: np.ndarray) -> np.ndarray:
-        return np.bincount(kind_of_row, values, num_kinds)
-
-    own = {
-        name: total(_numbers(table, name) * is_own)
-        for name in ("num_generated_tokens", "time_taken", "num_steps", "num_draft_tokens")
-    }
-    samples, errors = total(np.ones(len(table))), total(table["error"].is_valid().to_numpy())
-    histograms = table["acceptance_histogram"].combine_chunks()
-    row_of_value = pc.list_parent_indices(histograms).to_numpy()
-    counts = pc.list_flatten(histograms).to_numpy() * is_own[row_of_value]
-    accepted = np.arange(len(counts)) - np.searchsorted(row_of_value, row_of_value)
-    by_kind = np.zeros((num_kinds, int(accepted.max(initial=-1)) + 1), np.int64)
-    np.add.at(by_kind, (kind_of_row[row_of_value], accepted), counts)
-    return [
-        Kind(
-            int(samples[i]),
-            int(errors[i]),
-            int(own["num_generated_tokens"][i]),
-            float(own["time_taken"][i]),
-            AcceptanceStats(
-                int(own["num_steps"][i]),
-                int(own["num_draft_tokens"][i]),
-                tuple(int(count) for count in by_kind[i]),
-            ),
-        )
-        for i in range(num_kinds)
-    ]
-
-
-def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    """A column, nulls as zeros."""
-    result: np.ndarray = table[name].fill_null(0).to_numpy()
-    return result

@@ -3,14 +3,11 @@
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-
-import pyarrow as pa
 
 from pipeline import failpoints
 from pipeline.attempts import Attempts
@@ -32,65 +29,17 @@ from pipeline.parts import (
 from pipeline.probe import NUM_PROMPTS, probe_params
 from pipeline.requests import build_requests
 from pipeline.schema import OUTPUT_SCHEMA, PLAN_SCHEMA, output_schema, schema_from_json
+from pipeline.shard_task import GenerateSettings, ShardTask
 from pipeline.shards import read_shard
 from quant.errors import CheckpointError
 from quant.store import WeightsRef
-from workers.actor import Worker, WorkerSettings, start_engine
-from workers.config import SamplingParams
+from workers.actor import Worker, start_engine
 from workers.engine import Engine
 from workers.request import Completion, Request
+from workers.step_times import StepTimes
 
 _LOGGER = logging.getLogger(__name__)
 _STARTS, _PAUSE_SECONDS = 3, 2.0
-
-
-@dataclass(frozen=True)
-class GenerateSettings:
-    """What a worker needs to know beside its weights.
-
-    `run` names the run, `retry` says that shards have parts whose failed rows are to be tried again.
-    """
-
-    output: str
-    run: str
-    retry: bool
-    sampling: SamplingParams
-    seed: int
-    max_attempts_per_row: int
-    provenance: Provenance
-    carried: str
-    worker: WorkerSettings
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A shard in work: its rows, and what is known of its tries and its answers."""
-
-    shard: str
-    plan: pa.Table
-    rows: list[dict[str, Any]]
-    attempts: Attempts
-    answered: list[tuple[int, dict[str, Any]]]
-    common: dict[str, Any]
-    duplicates: Duplicates
-
-    def unanswered(self) -> list[int]:
-        """The rows without an answer."""
-        done = {index for index, _ in self.answered}
-        return [index for index in range(len(self.rows)) if index not in done]
-
-    def todo(self) -> list[int]:
-        """Those of them that are to be generated here, as far as known."""
-        return self.duplicates.generated(self.unanswered())
-
-    def share(self) -> None:
-        """Give the rows that are left the answers of the shard's rows that they equal."""
-        of_first = defaultdict(list)
-        for index, answer in self.answered:
-            of_first[index].append(answer)
-        for index in self.unanswered():
-            for answer in of_first[self.duplicates.firsts[index]]:
-                self.answered.append((index, shared_row(answer, self.rows[index])))
 
 
 @dataclass(frozen=True)
@@ -109,13 +58,27 @@ class ShardWorker:
         # The engine's thread waits for the weights, and Ray warns as if the event loop did.
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._settings = settings
-        build = _starting(lambda: start_engine(weights[0], settings.worker))
-        self._worker = Worker(build, settings.worker.device)
+        self._weights = weights
+        self._step_times: StepTimes | None = None  # Known once the engine is built.
+        self._worker = Worker(_starting(self._start), settings.worker.device)
         self._schema = output_schema(schema_from_json(settings.carried))
         self._turn = asyncio.Lock()
         self._floor = Floor()
         self._ended: dict[str, asyncio.Event] = {}
         self._metrics: WorkerMetrics | None = None
+
+    def _start(self) -> Engine:
+        engine = start_engine(self._weights[0], self._settings.worker)
+        self._step_times = engine.step_times
+        return engine
+
+    def _provenance(self) -> Provenance:
+        return replace(
+            self._settings.provenance,
+            worker=self._worker.name,
+            max_num_seqs=self._settings.worker.engine.max_num_seqs,
+            step_times=self._step_times,
+        )
 
     async def run(self, shard: str, *, is_backup: bool = False) -> PartReport | None:
         """Answer every row of a shard and commit its part; raises OSError if storage fails for good.
@@ -169,11 +132,11 @@ class ShardWorker:
             task.answered,
             task.plan,
             self._schema,
-            settings.provenance,
+            self._provenance(),
             is_first=task.attempts.number == 1 and not settings.retry and not is_backup,
         )
 
-    async def _begin(self, task: _Task) -> tuple[AsyncIterator[Completion], list[list[int]]]:
+    async def _begin(self, task: ShardTask) -> tuple[AsyncIterator[Completion], list[list[int]]]:
         """Give the engine the rows that nothing is known against; they, and groups of the others."""
         trusted, *groups = task.attempts.groups(task.todo())
         await asyncio.to_thread(task.attempts.start, trusted)
@@ -181,7 +144,7 @@ class ShardWorker:
         return self._submit(task, trusted), groups
 
     async def _finish(
-        self, task: _Task, completions: AsyncIterator[Completion], groups: list[list[int]]
+        self, task: ShardTask, completions: AsyncIterator[Completion], groups: list[list[int]]
     ) -> None:
         """Take in what was begun, then try the groups, one at a time."""
         try:
@@ -193,7 +156,7 @@ class ShardWorker:
                 await asyncio.to_thread(task.attempts.start, group)
                 await self._collect(task, self._submit(task, group))
 
-    async def _look_elsewhere(self, task: _Task) -> None:
+    async def _look_elsewhere(self, task: ShardTask) -> None:
         """Take answers over from other shards' parts, as far as they are there.
 
         Those that this worker is making are waited for. They come earlier in the plan, so that no two
@@ -222,7 +185,7 @@ class ShardWorker:
         finally:
             self._ended.pop(shard).set()
 
-    def _open(self, shard: str, *, is_backup: bool) -> _Task | None:
+    def _open(self, shard: str, *, is_backup: bool) -> ShardTask | None:
         """Read a shard, count the try, and take over what is answered already; None if it is given up."""
         settings = self._settings
         where = settings.output, shard, settings.run
@@ -246,7 +209,7 @@ class ShardWorker:
             if row["error"] is not None and index not in kept:
                 answered.append((index, refused_row(row, common)))
         duplicates = Duplicates.of_rows(rows)
-        task = _Task(shard, plan, rows, attempts, answered, common, duplicates)
+        task = ShardTask(shard, plan, rows, attempts, answered, common, duplicates)
         for i in attempts.condemned(task.unanswered(), settings.max_attempts_per_row):
             dead = dead_rows(self._requests(rows[i]), attempts.deaths[i], rows[i], common)
             answered.extend((i, row) for row in dead)
@@ -267,12 +230,12 @@ class ShardWorker:
     def _requests(self, row: dict[str, Any]) -> list[Request]:
         return build_requests(row, self._settings.sampling, self._settings.seed)
 
-    def _submit(self, task: _Task, group: Sequence[int]) -> AsyncIterator[Completion]:
+    def _submit(self, task: ShardTask, group: Sequence[int]) -> AsyncIterator[Completion]:
         for index in group:
             failpoints.reach("row", task.rows[index]["id"])
         return self._worker.submit([r for index in group for r in self._requests(task.rows[index])])
 
-    async def _collect(self, task: _Task, completions: AsyncIterator[Completion]) -> None:
+    async def _collect(self, task: ShardTask, completions: AsyncIterator[Completion]) -> None:
         index_of = {row["id"]: index for index, row in enumerate(task.rows)}
         async for completion in completions:
             index = index_of[completion.request.id]

@@ -45,7 +45,7 @@ def make_plan(
     for group in reversed(group_sources(sources, limit, known)):
         group = SourceGroup.from_json(group.to_json())
         written += write_shards(group, admission, str(output), rows_per_shard)
-    plan = assemble(written, str(output), sources, {"weights": "w"}, known)
+    plan = assemble(written, str(output), sources, {"weights": "w", "tokenizer": "t"}, known)
     added = {shard.name for shard, _ in written}
     plan = replace(plan, shards=point_to_firsts(plan.shards, str(output), added))
     plan.save(str(output))
@@ -63,8 +63,10 @@ def fail(request: Request) -> Completion:
     return Completion(request, "error", error="NaN", error_type="NonFiniteLogits")
 
 
-def commit(output: Path, plan: Plan, name: str, config: RunConfig, how: Answer = answer) -> None:
-    """Put the part of a shard in place."""
+def commit(
+    output: Path, plan: Plan, name: str, config: RunConfig, how: Answer = answer, **made: Any
+) -> None:
+    """Put the part of a shard in place; `made` is what else is told of its making."""
     table = read_shard(str(output), name)
     common = {"attempt": 1, "model": "m", "device": "cpu:here", "num_spec_tokens": 3}
     rows: list[tuple[int, dict[str, Any]]] = []
@@ -75,7 +77,7 @@ def commit(output: Path, plan: Plan, name: str, config: RunConfig, how: Answer =
         for request in build_requests(row, config.sampling, config.seed):
             rows.append((index, answer_row(how(request), row, common)))
     schema = output_schema(plan.carried)
-    provenance = Provenance("m", "w", config.digest(), {})
+    provenance = replace(Provenance("m", "w", config.digest(), {}), **made)
     commit_part(str(output), name, rows, table, schema, provenance)
 
 

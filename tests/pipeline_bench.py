@@ -24,7 +24,8 @@ from pipeline.manifest import Manifest
 from pipeline.parts import Provenance
 from pipeline.plan import Plan, assemble, group_sources, name_sources
 from pipeline.schema import schema_to_json
-from pipeline.shard_worker import GenerateSettings, ShardWorker
+from pipeline.shard_task import GenerateSettings
+from pipeline.shard_worker import ShardWorker
 from pipeline.shards import write_shards
 from quant.config import QuantConfig
 from workers.actor import WorkerSettings
@@ -37,6 +38,8 @@ _LANES = 4  # Shards that a worker holds at once.
 
 class Instant:
     """An engine whose answers, of twenty tokens, cost nothing."""
+
+    step_times = None
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -88,6 +89,8 @@ def check_summary(output: Path, rows: dict[Key, dict[str, Any]], num_rows: int) 
         assert footer["weights_digest"] == summary["weights_digest"]
         assert footer["config_digest"] == summary["config_digest"]
         assert footer["versions"].keys() >= {"torch", "ray", "python", "quasar-batch"}
+        assert re.fullmatch(r"cpu:[^:]+:\d+", footer["worker"])
+        assert footer["max_num_seqs"] >= 1
 
 
 def check_config_is_the_same_run(output: Path) -> None:

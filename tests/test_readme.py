@@ -60,7 +60,7 @@ def test_every_command_line_in_the_readme_is_understood(
             parse_quantize(arguments[1:])
         elif arguments[0] == "bench":
             parse_bench(arguments[1:])
-        elif arguments[0] in ("status", "verify", "retry", "merge"):
+        elif arguments[0] in ("status", "verify", "retry", "merge", "push"):
             assert main(arguments) == 2
             assert "no run has begun here" in capsys.readouterr().err
         elif arguments[0] == "submit":

@@ -15,7 +15,9 @@ import yaml
 from jobs.__main__ import main
 from pipeline.admission import Admission, load_tokenizer
 from pipeline.errors import DamagedPartError
-from pipeline.run_stats import Kind, RunStats, Spans, read_stats
+from pipeline.run_stats import RunStats, read_stats
+from pipeline.spans import Spans
+from pipeline.sums import Kind
 from tests.outputs import answer, commit, fail, make_output
 from workers.config import SamplingParams
 from workers.request import Completion, Request
@@ -122,16 +124,14 @@ def test_answers_of_other_rows_are_counted_and_no_more(output: Path) -> None:
 def test_work_is_spread_over_its_time() -> None:
     starts, ends = np.array([100.0, 102.0, 110.0]), np.array([104.0, 104.0, 111.0])
     nothing = np.zeros(3, np.int64)
-    spans = Spans(starts, ends, nothing, nothing, np.array(["x", "y", "x"]))
+    spans = Spans(starts, ends, *[nothing] * 5)
     assert spans.seconds == 5.0  # The six seconds without are none of it.
     edges = spans.edges(11)
     assert edges.tolist() == list(range(100, 112))
-    under_way = spans.over_time(ends - starts, edges)
+    under_way = spans.over_time(spans.rows, edges)
     assert under_way == pytest.approx([1, 1, 2, 2, 0, 0, 0, 0, 0, 0, 1], abs=1e-6)
     tokens = spans.over_time(np.array([8.0, 4.0, 5.0]), edges)
     assert tokens == pytest.approx([2, 2, 4, 4, 0, 0, 0, 0, 0, 0, 5], abs=1e-6)
-    only_x = spans.where(spans.devices == "x")
-    assert only_x.over_time(only_x.ends - only_x.starts, edges).sum() == pytest.approx(5)
 
 
 def test_a_page_that_needs_nothing_else(output: Path, capsys: pytest.CaptureFixture[str]) -> None:

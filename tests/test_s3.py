@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import huggingface_hub
 import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
@@ -14,12 +15,16 @@ from moto.server import ThreadedMotoServer
 from jobs.__main__ import main
 from pipeline import lease as lease_module
 from pipeline import storage
+from pipeline.admission import Admission, load_tokenizer
 from pipeline.errors import InputError
 from pipeline.failpoints import VARIABLE
 from pipeline.lease import FILE, Lease
 from pipeline.parts import list_parts, part_uri
 from pipeline.sources import find_sources, read_rows
 from tests.conftest import run_jobs
+from tests.hub_stub import running_hub
+from tests.outputs import make_output
+from workers.config import SamplingParams
 
 BUCKET = "s3://data-sets"
 
@@ -111,6 +116,36 @@ def test_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
         lease.check()
     assert storage.list_files(output) == {}
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_run_in_a_bucket_is_reported_on_compared_and_pushed(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = load_tokenizer(tiny_checkpoint)
+    admission = Admission(tokenizer, SamplingParams(), 60, len(tokenizer))
+    rows = [{"id": f"r{i}", "prompt": f"p{i}"} for i in range(10)]
+    make_output(admission, tmp_path / "out", rows)
+    output, files = f"{BUCKET}/pushed", [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
+    for file in files:
+        put(f"pushed/{file.relative_to(tmp_path / 'out').as_posix()}", file.read_bytes())
+    assert main(["report", output]) == 0
+    page = storage.read_bytes(f"{output}/report.html")
+    assert page is not None
+    assert main(["report", output, str(tmp_path / "out")]) == 0
+    assert "all 10 samples that both runs answered are equal" in capsys.readouterr().err
+    assert storage.exists(f"{output}/compare.html")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "writer")
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert main(["push", output, "--repo", "me/set"]) == 0
+    parts = {f"data/{p.name}": p.read_bytes() for p in (tmp_path / "out" / "data").iterdir()}
+    assert hub.branches["main"].pop("README.md").startswith(b"---\n")
+    assert hub.branches["main"] == parts | {"report.html": page}
 
 
 @pytest.mark.ray

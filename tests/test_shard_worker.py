@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -17,12 +18,14 @@ from pipeline.failed_rows import errors_uri
 from pipeline.parts import Provenance, part_uri
 from pipeline.plan import Plan
 from pipeline.schema import schema_to_json
-from pipeline.shard_worker import GenerateSettings, ShardWorker
+from pipeline.shard_task import GenerateSettings
+from pipeline.shard_worker import ShardWorker
 from quant.config import QuantConfig
 from tests.outputs import answer, commit, fail, make_output
 from workers.actor import WorkerSettings
 from workers.config import EngineConfig, SamplingParams
 from workers.request import Completion, Request
+from workers.step_times import StepTimes
 
 ROWS = [{"id": f"r{i}", "prompt": f"p{i}"} for i in range(40)]
 ROWS[7] |= {"sampling_params": {"n": 3}}
@@ -31,6 +34,8 @@ ROWS[9] = {"id": "r9"}  # No prompt.
 
 class Engine:
     """Answers a request a step. At the row called `deadly` it is stuck, which stands for a death."""
+
+    step_times = StepTimes((1, 4), (0.01, 0.02345678))
 
     def __init__(self, deadly: str = "") -> None:
         self.deadly, self.stuck = deadly, threading.Event()
@@ -110,6 +115,16 @@ def run_worker(
 def rows_of(output: Path, shard: str) -> dict[tuple[str, int], dict[str, Any]]:
     rows = pq.read_table(part_uri(str(output), shard)).to_pylist()
     return {(row["id"], row["sample_idx"]): row for row in rows}
+
+
+def test_a_part_names_its_worker_and_carries_its_step_times(planned: tuple[Path, Plan]) -> None:
+    output, plan = planned
+    assert run_worker(Engine(), settings_for(output, plan), ["00000-00000"]) is not None
+    metadata = pq.read_metadata(part_uri(str(output), "00000-00000")).metadata
+    footer = json.loads(metadata[b"quasar"])
+    assert footer["worker"] == f"cpu:{os.uname().nodename}:{os.getpid()}"
+    assert footer["max_num_seqs"] == 16
+    assert footer["step_times"] == [[1, 0.01], [4, 0.02346]]  # Four digits.
 
 
 def test_shards_side_by_side(planned: tuple[Path, Plan]) -> None:

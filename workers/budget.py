@@ -128,6 +128,11 @@ class DraftBudget:
         self._num_paused, self._pause = 0, _SHORTEST_PAUSE
 
     @property
+    def times(self) -> StepTimes:
+        """What passes cost, as measured."""
+        return self._times
+
+    @property
     def is_paused(self) -> bool:
         """Whether proposing costs more than it gains, as far as known: the next step can do without."""
         return self._num_paused > 0

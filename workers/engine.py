@@ -22,6 +22,7 @@ from workers.proposer import Draft, ProposerFactory
 from workers.request import Completion, Request
 from workers.row import Row
 from workers.sampling import NonFiniteLogitsError, StepLogits
+from workers.step_times import StepTimes
 from workers.stopping import Detokenizer
 from workers.tally import Tally
 
@@ -93,6 +94,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._waiting or self._rows)
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """What passes cost here; None without a budget, which alone has them measured."""
+        return None if self._budget is None else self._budget.times
 
     @property
     def cache_nbytes(self) -> int:
