@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from jobs.cli import parse_run, say, say_events
 from jobs.folders import going_on, naming_output
 from jobs.interruption import end_on_sigterm
 from jobs.live import showing
-from jobs.nodes import check_paths, choose_kinds
+from jobs.nodes import check_address, check_paths, choose_kinds
 from pipeline import storage
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedOutputError, InputError
@@ -152,11 +153,25 @@ def _open_model(folder: Path, config: QuantConfig) -> "Model":
 
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine."""
+    """Join the cluster that RAY_ADDRESS or a Ray job names, or start one on this machine.
+
+    Raises:
+        InputError: the cluster does not answer, or cannot be joined.
+    """
+    check_address()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=True, include_dashboard=False)
+    except (ConnectionError, AuthenticationError) as error:
+        raise InputError(f"Ray cannot be joined: {error}") from error
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        raise InputError(
+            f"Ray cannot be joined: {error}; install the cluster's versions here, or use `python -m jobs "
+            "submit`"
+        ) from error
     except SystemExit as end:
         if end.code != signal.SIGTERM:
             raise

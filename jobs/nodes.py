@@ -1,5 +1,8 @@
 """The cluster's nodes before anything runs on them: what they have, and whether they see the files."""
 
+import os
+import socket
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,6 +12,7 @@ from typing import Any
 
 import ray
 from ray._private import state
+from ray._private.services import canonicalize_bootstrap_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline import storage
@@ -18,6 +22,42 @@ from pipeline.errors import InputError
 from pipeline.places import Kind, room_on
 
 _SECONDS = 50.0  # For all nodes to say what they see.
+_REACH_SECONDS = 20.0  # For a head to answer.
+
+
+def check_address() -> None:
+    """Try whether the Ray that is to be joined answers: by itself, joining is tried for ever.
+
+    Raises:
+        InputError: it does not, or it cannot be joined like that.
+    """
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named.startswith("ray://"):
+        raise InputError(
+            f"RAY_ADDRESS {named}: Ray's client cannot run this; use `python -m jobs submit`, with the "
+            "address of the job server (http://HEAD:8265)"
+        )
+    try:
+        address = canonicalize_bootstrap_address(None)  # type: ignore[arg-type]
+    except (ValueError, OSError) as error:
+        raise InputError(f"RAY_ADDRESS {named}: is no address HOST:PORT ({error})") from error
+    if address is None:
+        return
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                whose = f"RAY_ADDRESS {named}" if named else f"Ray at {address}, of `ray start`"
+                remedy = "set RAY_ADDRESS=local to have one for this run only"
+                raise InputError(
+                    f"{whose}: nothing answers ({error}); start it, or {remedy}"
+                    + ("" if named else "; `ray stop` forgets the old one")
+                ) from error
+        time.sleep(1)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Workers of several kinds, on nodes with made-up resources; what nodes must have, and must see."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import jobs.generate
 from jobs import nodes
 from jobs.__main__ import main
 from pipeline.cluster import ClusterConfig
@@ -115,7 +117,9 @@ def test_a_node_has_the_weights_once(
 
 _CHECKED = """
 import json
+import re
 from pathlib import Path
+import jobs.generate
 from jobs import nodes
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
@@ -203,3 +207,55 @@ def test_nodes_that_can_be_started_count(monkeypatch: pytest.MonkeyPatch) -> Non
         InputError, match=r"head with nothing to work with; a node of type gpu with 8"
     ):
         threads({"device": "npu"})
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", "RAY_ADDRESS 127.0.0.1:1: nothing answers"),
+        ("ray://127.0.0.1:10001", "Ray's client cannot run this"),
+        ("nonsense", "is no address HOST:PORT"),
+    ],
+)
+def test_a_head_that_does_not_answer(
+    address: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(nodes, "_REACH_SECONDS", 0.0)
+    with pytest.raises(InputError, match=re.escape(told)):
+        nodes.check_address()
+
+
+def test_a_head_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start` leaves its address behind when its processes are killed."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(nodes, "_REACH_SECONDS", 0.0)
+    with pytest.raises(InputError, match=r"Ray at [\d.]+:1, of `ray start`: nothing answers"):
+        nodes.check_address()
+
+
+def test_a_head_that_answers(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    nodes.check_address()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("Version mismatch: 2.1 here, 2.2 there"), "install the cluster's versions"),
+        (ConnectionError("no"), "Ray cannot be joined: no"),
+    ],
+)
+def test_a_head_that_cannot_be_joined(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(jobs.generate.ray, "init", fail)
+    with pytest.raises(InputError, match=told):
+        jobs.generate.start_ray()
