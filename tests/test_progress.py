@@ -218,4 +218,4 @@ def test_following_a_run_that_is_dead(
 
 def test_following_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path), "--follow"]) == 2
-    assert "no run has said how it is doing" in capsys.readouterr().err
+    assert "none that says how it is doing" in capsys.readouterr().err
