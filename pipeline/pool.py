@@ -71,12 +71,14 @@ class WorkerPool:
         self.issued_twice: set[str] = set()
         self._rows: dict[str, int] = {}
         self._sizes: Counter[int] = Counter()  # Of the kinds, by their numbers.
+        self._left: set[str] = set()  # Shards without a part.
         self._waiting: deque[str] = deque()
         self._open: set[Place] = set()  # With room for a shard.
         self._tries: dict[str, set[Place]] = {}
         self._fragile: set[str] = set()  # Shards with which a worker died.
         self._done: queue.SimpleQueue[tuple[_Call, Future[Any]]] = queue.SimpleQueue()
-        self._had_worker = self._ticked = time.monotonic()
+        self._ticked = time.monotonic()
+        self._had_worker = dict.fromkeys(range(len(kinds)), self._ticked)
 
     def run(self, shards: Mapping[str, int]) -> Iterator[PartReport]:
         """Yield a report for each shard as soon as its part is in place; they come with their rows.
@@ -88,15 +90,15 @@ class WorkerPool:
         """
         self._rows = dict(shards)
         self._waiting += shards
-        left = set(shards)
+        self._left = set(shards)
         try:
             self._begin()
-            while left:
+            while self._left:
                 self._hand_out()
                 for call, outcome in self._ended():
                     report = self._take(call, outcome)
-                    if report is not None and call.shard in left:
-                        left.remove(call.shard)
+                    if report is not None and call.shard in self._left:
+                        self._left.remove(call.shard)
                         yield report
         finally:
             for place in self.places:
@@ -172,8 +174,9 @@ class WorkerPool:
             result = outcome.result()
         except RayActorError as error:
             if call.what == "run":
-                self._lose(call)
-            if is_current and place in self.places:
+                self._fragile.add(call.shard)
+                self._end_try(call)
+            if is_current:
                 self._replace(place, error)
         except RayTaskError as error:
             raise error.cause from error  # Without the traceback that Ray puts before it.
@@ -187,12 +190,13 @@ class WorkerPool:
     def _finish(
         self, call: _Call, report: PartReport | None, *, is_current: bool
     ) -> PartReport | None:
-        """A try has ended; without a report where it was a backup that was of no use."""
-        self._tries[call.shard].discard(call.place)
+        """A try has ended; without a report where it was a backup, and the shard may be deadly."""
+        if report is None:
+            self._fragile.add(call.shard)
+        self._end_try(call, is_done=report is not None)
         if is_current:
             if report is None:
                 call.place.shards.pop(call.shard)
-                self._fragile.add(call.shard)
             else:
                 call.place.finish(call.shard)
             self._note(call.place)
@@ -211,12 +215,11 @@ class WorkerPool:
                 ref = place.actor.probe.remote(self._probe_of)
                 self._call(_Call("probe", place, place.actor), ref)
 
-    def _lose(self, call: _Call) -> None:
-        """A worker died with a shard: it waits again, unless another is at it."""
+    def _end_try(self, call: _Call, *, is_done: bool = False) -> None:
+        """A try has ended; the shard waits again, unless it is done, or another worker is at it."""
         tries = self._tries[call.shard]
         tries.discard(call.place)
-        self._fragile.add(call.shard)
-        if not tries:
+        if not tries and not is_done and call.shard in self._left:
             self._waiting.appendleft(call.shard)
 
     def _ended(self) -> Iterator[tuple[_Call, "Future[Any]"]]:
@@ -230,9 +233,7 @@ class WorkerPool:
                 self._tick()
 
     def _tick(self) -> None:
-        """What is done from time to time: ask how workers are doing, help the slow ones, let idle ones
-        go, complain.
-        """
+        """From time to time: ask how workers do, help the slow ones, let idle ones go, complain."""
         now = self._ticked = time.monotonic()
         pause = max(_LOOK_SECONDS, len(self.places) / _LOOKS_PER_SECOND)
         for place in self.places:
@@ -245,12 +246,13 @@ class WorkerPool:
             for place in idle:
                 if place not in helping:
                     self._let_go(place)
-        if any(place.is_ready for place in self.places):
-            self._had_worker = now
-        elif now - self._had_worker >= _PATIENCE_SECONDS:
-            kinds = " or ".join(dict.fromkeys(str(self.kinds[p.number]) for p in self.places))
-            _LOGGER.warning("no node has had room for a worker (%s) for a while; waiting", kinds)
-            self._had_worker = now
+        for number, kind in enumerate(self.kinds):
+            ready = [place.is_ready for place in self.places if place.number == number]
+            if any(ready) or not ready:
+                self._had_worker[number] = now
+            elif now - self._had_worker[number] >= _PATIENCE_SECONDS:
+                _LOGGER.warning("no node has had room for a worker (%s) for a while; waiting", kind)
+                self._had_worker[number] = now
 
     def _back_up(self, idle: Sequence[Place]) -> set[Place]:
         """Let who has nothing to do have what another would finish last, and later than it; who helps.
@@ -282,6 +284,7 @@ class WorkerPool:
             self._sizes[place.number] -= 1
             self._open.discard(place)
             ray.kill(place.actor)
+            place.actor = None  # What it was asked for is of no interest any more.
 
     def _replace(self, place: Place, error: Exception) -> None:
         """Start another worker where one died."""

@@ -74,7 +74,7 @@ def stub(folder: Path) -> type:  # noqa: C901 - what becomes of a shard is a lis
         async def probe(self, shard: str) -> dict[str, list[int]]:
             return {"a": [1, 2], "b": [3], "c": [4 if self._device == "cpu" else 5]}
 
-        async def run(self, shard: str, *, is_backup: bool = False) -> Any:
+        async def run(self, shard: str, *, is_backup: bool = False) -> Any:  # noqa: C901
             what, _, times = shard.partition(":")[0].partition("*")
             names = await asyncio.to_thread(os.listdir, where)
             tries = sum(name.startswith(f"{shard}.") for name in names)
@@ -91,6 +91,19 @@ def stub(folder: Path) -> type:  # noqa: C901 - what becomes of a shard is a lis
                 if sum(n.startswith(f"{shard}.") for n in os.listdir(where)) > 1:
                     break
                 await asyncio.sleep(0.02)
+            if what == "doomed" and self._is_first:  # Once another has been at it, and is done.
+                while sum(n.startswith(f"{shard}.") for n in os.listdir(where)) < 2:
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "declined" and is_backup:  # Once the first has died.
+                open(os.path.join(where, f"asked:{shard}"), "x").close()
+                await asyncio.sleep(1.5)
+                return None
+            if what == "declined" and tries == 0:
+                while not os.path.exists(os.path.join(where, f"asked:{shard}")):
+                    await asyncio.sleep(0.02)
+                os.kill(os.getpid(), signal.SIGKILL)
             if what == "fragile" and is_backup:
                 return None
             is_slow = self._device == "npu" or (what != "a" and self._is_first)
@@ -308,3 +321,19 @@ def test_workers_say_how_they_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert place.state is not None
     assert place.state.counts == {"num_tokens": 7}
     assert place.num_done == 4
+
+
+def test_a_shard_whose_first_worker_dies_after_its_backup_is_not_done_again(
+    run: Run, tmp_path: Path
+) -> None:
+    """The first worker waits until the other has been at each of its shards, and dies."""
+    shards = [f"doomed:{i}" for i in range(4)]
+    done = run(shards, num_workers=2, shards_per_worker=2)
+    assert sorted(shard for shard, _ in done) == shards
+    assert max(tries_of(tmp_path, shard) for shard in shards) <= 2
+
+
+def test_a_shard_whose_backup_declines_after_the_first_worker_died_is_done(run: Run) -> None:
+    shards = ["meet:0", "meet:1", "declined:0"]
+    done = run(shards, num_workers=2, shards_per_worker=1)
+    assert sorted(shard for shard, _ in done) == sorted(shards)
