@@ -64,13 +64,13 @@ def check_address() -> None:
 class _Capacity:
     """What a cluster has, or can start: resources of each node or type of node, and of all together."""
 
-    nodes: dict[str, dict[str, float]]
+    nodes: list[tuple[str, dict[str, float]]]
     total: dict[str, float]
 
     @classmethod
     def of_cluster(cls) -> "_Capacity":
         alive = [node for node in ray.nodes() if node["Alive"]]
-        nodes = {node["NodeManagerHostname"]: dict(node["Resources"]) for node in alive}
+        nodes = [(node["NodeManagerHostname"], dict(node["Resources"])) for node in alive]
         total: dict[str, float] = defaultdict(float)
         for node in alive:
             for name, amount in node["Resources"].items():
@@ -80,11 +80,12 @@ class _Capacity:
             most = state.state.get_max_resources_from_cluster_config() or {}
             total |= {name: max(total.get(name, 0), amount) for name, amount in most.items()}
             for group in config.node_group_configs:
-                nodes[f"a node of type {group.name}"] = dict(group.resources)
+                nodes.append((f"a node of type {group.name}", dict(group.resources)))
         return cls(nodes, total)
 
     def __str__(self) -> str:
-        return "; ".join(f"{name} with {_describe(node)}" for name, node in self.nodes.items())
+        shown = (f"{name} with {_describe(resources)}" for name, resources in self.nodes)
+        return "; ".join(dict.fromkeys(shown))
 
 
 def choose_kinds(pools: Sequence[WorkersConfig]) -> list[Kind]:
@@ -95,7 +96,7 @@ def choose_kinds(pools: Sequence[WorkersConfig]) -> list[Kind]:
     """
     capacity = _Capacity.of_cluster()
     cpus = int(capacity.total.get("CPU", 0))
-    largest = max(int(node.get("CPU", 0)) for node in capacity.nodes.values())
+    largest = max(int(resources.get("CPU", 0)) for _, resources in capacity.nodes)
     told = sum(pool.num_workers * (pool.num_cpus or 0) for pool in pools)
     others = sum(pool.num_workers for pool in pools if not pool.num_cpus)
     share = max(1, min((cpus - told) // max(others, 1), largest))
@@ -107,7 +108,7 @@ def choose_kinds(pools: Sequence[WorkersConfig]) -> list[Kind]:
 def _check_room(kinds: Sequence[Kind], capacity: _Capacity) -> None:
     wanted: dict[str, float] = defaultdict(float)
     for kind in kinds:
-        if not any(room_on(node, kind.needs) for node in capacity.nodes.values()):
+        if not any(room_on(resources, kind.needs) for _, resources in capacity.nodes):
             raise InputError(
                 f"cluster: no node has room for a {kind.config.device} worker ({kind}); there are: "
                 f"{capacity}"

@@ -196,14 +196,14 @@ class Watch:
         self._thread.join()
         if self._course.phase not in ENDED:
             self._course.phase = "stopped"
-        self._look()
+        self._look(is_shown=kind is None)  # Else the error is what is shown.
 
     def _run(self) -> None:
         self._look()
         while not self._is_over.wait(self._pause):
             self._look()
 
-    def _look(self) -> None:
+    def _look(self, *, is_shown: bool = True) -> None:
         progress = self._course.look()
         try:
             storage.write_atomic(self._uri, progress.to_json().encode())
@@ -211,7 +211,8 @@ class Watch:
             if not self._is_told:
                 _LOGGER.warning("%s: cannot be written (%s)", self._uri, error)
                 self._is_told = True
-        self._show(progress)
+        if is_shown:
+            self._show(progress)
 
 
 def read_progress(output: str) -> Progress | None:
