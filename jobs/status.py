@@ -52,8 +52,8 @@ def follow(output: str) -> int:
                 progress = read_progress(output)
             if progress is None:
                 raise InputError(
-                    f"output {output}: no run has begun here, or none that says how it is doing (it has no "
-                    "readable progress.json)"
+                    f"output {output}: no run has begun here, or none that says how it is doing (it "
+                    "has no readable progress.json)"
                 )
             show(progress)
             if progress.phase in ENDED:
