@@ -149,7 +149,7 @@ def nodes(arguments: argparse.Namespace) -> None:
     head = {"num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
     for _ in range(2):
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1, object_store_memory=600 * 2**20)
     folder = Path(tempfile.mkdtemp())
     source = folder / "prompts.jsonl"
     lines = Path(arguments.input).read_text(encoding="utf-8").splitlines()
