@@ -25,6 +25,8 @@ def new_folder(output: str) -> Path:
 @contextmanager
 def naming_output(output: str) -> Iterator[None]:
     """Say in one line that an output cannot be reached: a disk, a network, credentials."""
+    if not output:
+        raise InputError("output: must not be empty")
     try:
         yield
     except OSError as error:

@@ -11,7 +11,7 @@ from ray.job_submission import JobDetails, JobErrorType, JobStatus
 
 from jobs.cli import say
 from jobs.job_server import JobServer
-from pipeline.errors import EndOfRunError, InterruptedRunError
+from pipeline.errors import EndOfRunError, InputError, InterruptedRunError
 
 _SECONDS, _MAX_SECONDS = 1.0, 30.0  # Between two questions.
 _SHARE = 0.1  # Of the time may be spent on asking: the log comes whole each time.
@@ -38,6 +38,18 @@ def follow(server: JobServer, name: str) -> int:
         began = time.monotonic()
         log.print_news()
         time.sleep(_pause(time.monotonic() - began))
+
+
+def check_job(server: JobServer, name: str) -> None:
+    """Refuse to follow a job that the cluster does not know; raises InputError."""
+    try:
+        server.get_job_info(name)
+    except _NO_ANSWER as error:
+        if f"{name} does not exist" in str(error):
+            raise InputError(
+                f"--follow {name}: the cluster knows no such job (`ray job list` names those it knows; a "
+                "head that was started anew knows none of before)"
+            ) from error
 
 
 def _pause(seconds: float) -> float:

@@ -41,7 +41,7 @@ def check_command(given: Sequence[str], upload: Upload) -> JobCommand:
     name = given[0] if given else ""
     if name not in _COMMANDS:
         raise InputError(
-            f"{name or 'nothing'!r}: cannot be submitted; behind `--` goes one of "
+            f"{repr(name) if name else 'no command'}: cannot be submitted; behind `--` goes one of "
             f"{', '.join(_COMMANDS)}, with its options"
         )
     with contextlib.chdir(upload.folder):

@@ -94,6 +94,11 @@ def connect(address: str) -> JobServer:
             f"({' '.join(str(error).split())[:200]}); give that of the head, as in http://HEAD:8265"
         ) from error
     except OSError as error:
+        if "BadStatusLine" in str(error):
+            raise InputError(
+                f"address {address}: is not that of a Ray dashboard (what answers there does not speak "
+                "HTTP); give that of the head, as in http://HEAD:8265"
+            ) from error
         raise InputError(
             f"address {address}: cannot be reached ({_reason(error)}); see that the head runs and that "
             "its port is open to this machine (`ray dashboard cluster.yaml` forwards it)"

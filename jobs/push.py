@@ -99,7 +99,10 @@ class _Hub:
     """A data set on the hub, and calls that are tried again where that may help."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
-        self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+        endpoint = os.environ.get("HF_ENDPOINT") or None
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise InputError(f"HF_ENDPOINT {endpoint}: must begin with https:// or http://")
+        self._api = HfApi(endpoint=endpoint)
         self._repo, self._revision = repo, revision
         self.url = f"{self._api.endpoint}/datasets/{repo}"
 

@@ -10,7 +10,8 @@ from jobs.folders import naming_output
 from jobs.live import showing
 from pipeline.errors import InputError, InterruptedRunError
 from pipeline.inspection import State, read_state
-from pipeline.progress import ENDED, STALE_SECONDS, read_progress
+from pipeline.lease import read_holder
+from pipeline.progress import ENDED, STALE_SECONDS, Progress, read_progress
 from pipeline.summary import describe_drafts
 
 _PAUSE_SECONDS = 2.0
@@ -43,29 +44,41 @@ def follow(output: str) -> int:
 
     Raises:
         InputError: nothing is known of a run there.
-        InterruptedRunError: nothing has been heard of it for long.
+        InterruptedRunError: it has died, or nothing has been heard of it for long.
     """
     last, heard = None, time.monotonic()
     with showing() as show:
         while True:
             with naming_output(output):
-                progress = read_progress(output)
-            if progress is None:
-                raise InputError(
-                    f"output {output}: no run has begun here, or none that says how it is doing (it "
-                    "has no readable progress.json)"
-                )
-            show(progress)
-            if progress.phase in ENDED:
-                return 0 if progress.phase == "complete" else 4
-            if progress.at != last:
-                last, heard = progress.at, time.monotonic()
+                holder, progress = read_holder(output), read_progress(output)  # In this order.
+            if progress is not None:
+                show(progress)
+            if holder is None:
+                return _ended(output, progress)
+            now = progress.at if progress is not None else None
+            if now != last:
+                last, heard = now, time.monotonic()
             elif time.monotonic() - heard > STALE_SECONDS:
                 raise InterruptedRunError(
-                    f"output {output}: the run has not been heard of for {STALE_SECONDS:.0f} s, so it is "
-                    "dead or out of reach; the same command goes on"
+                    f"output {output}: {holder} has not been heard of for {STALE_SECONDS:.0f} s, so it "
+                    "is dead or out of reach; `generate` goes on with it, given what it was given before"
                 )
             time.sleep(_PAUSE_SECONDS)
+
+
+def _ended(output: str, progress: Progress | None) -> int:
+    """The exit code where nobody is at it any more."""
+    if progress is None:
+        raise InputError(
+            f"output {output}: no run has begun here, or none that says how it is doing (it has no "
+            "readable progress.json)"
+        )
+    if progress.phase not in ENDED:
+        raise InterruptedRunError(
+            f"output {output}: the run has died; `generate` goes on with it, given what it was given "
+            "before"
+        )
+    return 0 if progress.phase == "complete" else 4
 
 
 def describe(state: State) -> dict[str, Any]:

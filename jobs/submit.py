@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from jobs.cli import say
-from jobs.following import follow
+from jobs.following import check_job, follow
 from jobs.interruption import EXIT_CODE
 from jobs.job_command import JobCommand, check_command
 from jobs.job_server import JobServer, connect
@@ -36,6 +36,7 @@ def submit(arguments: Sequence[str]) -> int:
         if command:
             raise InputError("--follow: takes no command; the job has one")
         server = connect(_address(given.address))
+        check_job(server, given.follow)
         return _follow(server, given.follow, given.stop_on_interrupt)
     environment = _ENVIRONMENT | dict(given.env)
     upload = find_upload(given.working_dir)

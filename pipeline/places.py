@@ -51,7 +51,7 @@ class Kind:
 
     def __str__(self) -> str:
         others = [f"{n:g} {name}" for name, n in self.needs.items() if name != "CPU"]
-        return ", ".join([f"{self.needs['CPU']:g} CPUs", *others])
+        return ", ".join([f"{self.num_threads} CPU", *others])
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ class WorkerPool:
         """Start nothing yet. `weights` must stay alive as long as the pool."""
         self._weights, self._settings, self._config, self.kinds = weights, settings, config, kinds
         self.places: list[Place] = []
-        self.probe = Probe([kind.config.device for kind in kinds])
+        self.probe = Probe([f"{kind.config.device} ({kind})" for kind in kinds])
         self.issued_twice: set[str] = set()
         self._rows: dict[str, int] = {}
         self._sizes: Counter[int] = Counter()  # Of the kinds, by their numbers.

@@ -21,15 +21,15 @@ def probe_params(max_tokens: int) -> SamplingParams:
 class Probe:
     """Takes in the kinds' answers, and tells once all are there."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        """Of kinds on these devices; one kind agrees with itself."""
-        self._devices = devices
+    def __init__(self, kinds: Sequence[str]) -> None:
+        """Of kinds of these names; one kind agrees with itself."""
+        self._kinds = kinds
         self._asked: set[int] = set()
         self._answers: dict[int, Answers] = {}
 
     def wants(self, number: int) -> bool:
         """Whether a kind, by its number, is to be asked: once, and only if there is another."""
-        if len(self._devices) == 1 or number in self._asked:
+        if len(self._kinds) == 1 or number in self._asked:
             return False
         self._asked.add(number)
         return True
@@ -37,7 +37,7 @@ class Probe:
     def hear(self, number: int, answers: Answers) -> None:
         """Take in a kind's answers."""
         self._answers[number] = answers
-        if len(self._answers) == len(self._devices):
+        if len(self._answers) == len(self._kinds):
             say = _LOGGER.info if self.to_dict()["num_equal"] == len(answers) else _LOGGER.warning
             say("%s", self)
 
@@ -47,14 +47,14 @@ class Probe:
         first = heard[0] if heard else {}
         equal = [row for row in first if all(one.get(row) == first[row] for one in heard)]
         return {
-            "devices": [self._devices[number] for number in sorted(self._answers)],
+            "kinds": [self._kinds[number] for number in sorted(self._answers)],
             "num_prompts": len(first),
             "num_equal": len(equal),
         }
 
     def __str__(self) -> str:
         told = self.to_dict()
-        kinds, total = " and ".join(told["devices"]), told["num_prompts"]
+        kinds, total = " and ".join(told["kinds"]), told["num_prompts"]
         if told["num_equal"] == total:
             return f"{kinds} workers give the same tokens for {total} prompts"
         return (

@@ -46,7 +46,7 @@ class Progress:
     Attributes:
         at: when this was so (seconds since the epoch).
         num_rows: in place; `num_samples` are answered, or refused, or failed.
-        tokens_per_second: of the last minute.
+        tokens_per_second: of the last minute; at the end, of the run.
         seconds_left: at the pace of the last minute; None as long as there is none.
         num_starting: workers that are not there yet.
     """
@@ -121,7 +121,7 @@ class Course:
             num_samples=total.num_samples if is_over else num_samples,
             num_errors=total.num_errors,
             num_generated_tokens=total.num_generated_tokens if is_over else num_tokens,
-            tokens_per_second=0.0 if is_over else round(self._pace(2), 1),
+            tokens_per_second=round(self._mean() if is_over else self._pace(2), 1),
             mean_acceptance_length=stats.mean_acceptance_length,
             draft_acceptance_rate=stats.draft_acceptance_rate,
             seconds_left=None if is_over else self._seconds_left(num_samples),
@@ -160,6 +160,12 @@ class Course:
         each, rest = divmod(accepted, max(steps, 1))
         histogram = (0,) * each + (steps - rest, rest)
         return AcceptanceStats(steps, self._counts["num_draft_tokens"], histogram)
+
+    def _mean(self) -> float:
+        """Tokens a second of this run, as its parts have it."""
+        seconds = self.total.seconds - self.before.seconds
+        num_tokens = self.total.num_generated_tokens - self.before.num_generated_tokens
+        return num_tokens / seconds if seconds > 0 else 0.0
 
     def _pace(self, of: int) -> float:
         """Samples (1) or tokens (2) a second, of late."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from jobs import live, status
 from jobs.__main__ import main
 from pipeline import progress as progress_module
+from pipeline.lease import Lease
 from pipeline.places import Place
 from pipeline.progress import Course, Progress, Watch, WorkerProgress, read_progress
 from pipeline.shard_worker import WorkerState
@@ -102,12 +103,17 @@ def test_acceptance_is_told_before_the_first_part(clock: Clock) -> None:
 
 
 def test_at_the_end_the_parts_are_the_truth(clock: Clock) -> None:
-    course = Course("generating", 10, places=[worker(num_samples=99, num_tokens=999)])
+    before = Summary(num_generated_tokens=7, spans=((0.0, 5.0),))
+    places = [worker(num_samples=99, num_tokens=999)]
+    course = Course("generating", 10, before, before, places)
     course.look()
     course.phase = "complete"
-    course.total = Summary(num_rows=10, num_samples=10, num_generated_tokens=77)
+    course.total = Summary(
+        num_rows=10, num_samples=10, num_generated_tokens=77, spans=((0.0, 5.0), (20.0, 30.0))
+    )
     end = course.look()
     assert (end.num_samples, end.num_generated_tokens, end.workers) == (10, 77, ())
+    assert end.tokens_per_second == 7.0  # 70 of them in 10 s of this run.
 
 
 def test_the_file_says_what_was_seen(tmp_path: Path) -> None:
@@ -198,18 +204,31 @@ def test_following_a_run_to_its_end(
     phase: Any,
     code: int,
 ) -> None:
-    write(tmp_path, RUNNING)
-    monkeypatch.setattr(
-        status.time, "sleep", lambda _: write(tmp_path, replace(RUNNING, at=2.0, phase=phase))
-    )
+    """It has just begun: the lease is there, and nothing else; then what an earlier run said."""
+    lease = Lease(str(tmp_path)).__enter__()
+    looks = [
+        lambda: write(tmp_path, replace(RUNNING, phase="stopped")),
+        lambda: write(tmp_path, RUNNING),
+        lambda: write(tmp_path, replace(RUNNING, at=2.0, phase=phase)),
+        lambda: lease.__exit__(None, None, None),
+    ]
+    monkeypatch.setattr(status.time, "sleep", lambda _: looks.pop(0)())
     assert main(["status", str(tmp_path), "--follow"]) == code
+    assert looks == []
     assert json.loads(capsys.readouterr().err.splitlines()[-1])["phase"] == phase
 
 
-def test_following_a_run_that_is_dead(
+def test_following_a_run_that_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, RUNNING)
+    assert main(["status", str(tmp_path), "--follow"]) == 4
+    assert "the run has died; `generate` goes on" in capsys.readouterr().err
+
+
+def test_following_a_run_elsewhere_that_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, RUNNING)
+    monkeypatch.setattr(status, "read_holder", lambda _: "process 7 on another machine")
     monkeypatch.setattr(status, "STALE_SECONDS", 0.0)
     monkeypatch.setattr(status, "_PAUSE_SECONDS", 0.0)
     assert main(["status", str(tmp_path), "--follow"]) == 4

@@ -138,6 +138,14 @@ def test_a_hub_that_is_not_there(
     assert error.startswith("error: http://127.0.0.1:9/datasets/me/set: the hub cannot be reached")
 
 
+def test_an_endpoint_that_is_none(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "nonsense")
+    assert main(["push", str(output), "--repo", "me/data"]) == 2
+    assert "HF_ENDPOINT nonsense: must begin with https://" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("token", "status"), [("nobody", 401), ("reader", 403)])
 def test_a_token_that_may_not(
     output: Path,

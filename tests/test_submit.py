@@ -89,8 +89,8 @@ class TestWhatIsRefused:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         assert submit(command=command) == 2
-        named = command[0] if command else "nothing"
-        assert f"error: '{named}': cannot be submitted" in capsys.readouterr().err
+        named = repr(command[0]) if command else "no command"
+        assert f"error: {named}: cannot be submitted" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("command", "told"),
@@ -521,10 +521,15 @@ class TestFollowing:
     def test_a_head_that_has_forgotten_the_job(
         self, stub: Stub, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        stub.infos = [(404, "Job gone-1 does not exist")]
+        stub.infos = [RUNNING, RUNNING, (404, "Job gone-1 does not exist")]
         assert main(["submit", "--address", stub.address, "--follow", "gone-1"]) == 4
         assert "the cluster knows no job gone-1" in capsys.readouterr().err
         assert stub.started == []
+
+    def test_a_job_that_never_was(self, stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+        stub.infos = [(404, "Job gone-1 does not exist")]
+        assert main(["submit", "--address", stub.address, "--follow", "gone-1"]) == 2
+        assert "`ray job list` names those it knows" in capsys.readouterr().err
 
     def test_no_wait(
         self, submit: Callable[..., int], stub: Stub, capsys: pytest.CaptureFixture[str]

@@ -61,7 +61,7 @@ def test_two_kinds_of_workers_answer_as_one(
     assert main(["verify", str(output)]) == 0
     summary = json.loads((output / "summary.json").read_text())
     assert summary["this_run"]["agreement_of_workers"] == {
-        "devices": ["cpu", "cpu"],
+        "kinds": ["cpu (2 CPU, 1 quick)", "cpu (1 CPU, 1 slow)"],
         "num_prompts": 3,
         "num_equal": 3,
     }
@@ -157,10 +157,10 @@ def test_what_nodes_do_not_see_is_told(cluster: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workers", "told"),
     [
-        ([{"device": "cuda"}], "no node has room for a cuda worker (2.5 CPUs, 1 GPU)"),
-        ([{"device": "npu", "num_cpus": 1}], "no node has room for a npu worker (0.5 CPUs, 1 NPU)"),
-        ([{"num_cpus": 500}], "no node has room for a cpu worker (499.5 CPUs)"),
-        ([{"resources": {"rack": 1}, "num_cpus": 1}], "(0.5 CPUs, 1 rack)"),
+        ([{"device": "cuda"}], "no node has room for a cuda worker (3 CPU, 1 GPU)"),
+        ([{"device": "npu", "num_cpus": 1}], "no node has room for a npu worker (1 CPU, 1 NPU)"),
+        ([{"num_cpus": 500}], "no node has room for a cpu worker (500 CPU)"),
+        ([{"resources": {"rack": 1}, "num_cpus": 1}], "(1 CPU, 1 rack)"),
     ],
 )
 def test_a_cluster_without_what_is_asked_for(
