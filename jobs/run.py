@@ -105,10 +105,9 @@ def run(
     manifest.read_again(pool.issued_twice)
     manifest.save()
     run = _describe_run(config, weights, fresh, first_part_after)
-    run["this_run"] |= {
-        "num_shards_issued_twice": len(pool.issued_twice),
-        "agreement_of_workers": pool.probe.to_dict(),
-    }
+    run["this_run"]["num_shards_issued_twice"] = len(pool.issued_twice)
+    if len(pool.kinds) > 1:
+        run["this_run"]["agreement_of_workers"] = pool.probe.to_dict()
     if pending:
         run |= describe_weights(weights.wait())
     else:  # They were not made this time: what was said of them stays.

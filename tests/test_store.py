@@ -5,11 +5,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
+from quant import store
 from quant.checkpoint import open_checkpoint
 from quant.config import QuantConfig
 from quant.convert import Piece, convert, num_bytes
@@ -127,6 +129,31 @@ def test_weights_that_no_store_can_hold_are_refused_by_numbers(
     )
     with pytest.raises(CheckpointError, match=reason):
         convert_to_store(large, CONFIG)
+
+
+def node(cpus: int, store: int, memory: int) -> dict[str, Any]:
+    resources = {"CPU": cpus, "object_store_memory": store, "memory": memory}
+    return {"Alive": True, "NodeManagerHostname": f"{cpus}-cpus", "Resources": resources}
+
+
+def test_a_head_that_works_on_nothing_need_not_hold_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head, worker, dead = node(0, 10, 10), node(4, 1000, 1000), node(8, 1, 1) | {"Alive": False}
+    monkeypatch.setattr("ray.nodes", lambda: [head, worker, dead])
+    store._check_stores(900)
+    with pytest.raises(CheckpointError, match="node 4-cpus"):
+        store._check_stores(901)
+
+
+def test_weights_that_no_node_can_make_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two nodes that work, one has the memory; none at all yet is none that is too small."""
+    monkeypatch.setattr("ray.nodes", lambda: [node(0, 1, 5000), node(2, 1, 10), node(2, 1, 100)])
+    store._check_memory(100)
+    with pytest.raises(CheckpointError, match="no node has more than"):
+        store._check_memory(101)
+    monkeypatch.setattr("ray.nodes", lambda: [node(0, 1, 50)])
+    store._check_memory(101)
 
 
 @pytest.mark.ray
