@@ -63,7 +63,8 @@ class Place:
         is_ready: whether the actor's process is there.
         shards: in its hands, in the order they came, with the rows of each.
         num_deaths: since a worker at this place last finished a shard.
-        state: what it said of itself last, and `looked`, when that was asked for (monotonic).
+        state: what it said of itself last; `looked`, when that was asked for (monotonic); `is_asked`, and
+            has not answered yet.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Place:
     num_done: int = 0
     state: WorkerState | None = None
     looked: float = 0.0
+    is_asked: bool = False
     since: float = field(default_factory=time.monotonic)  # It finished something, or had nothing.
     _seconds: float = 0.0
     _rows: int = 0
@@ -94,7 +96,7 @@ class Place:
 
     def reset(self, actor: Any) -> None:
         """Another actor, with nothing in its hands."""
-        self.actor, self.is_ready, self.state = actor, False, None
+        self.actor, self.is_ready, self.state, self.is_asked = actor, False, None, False
         self.shards.clear()
 
     @property

@@ -205,7 +205,7 @@ class WorkerPool:
     def _hear(self, call: _Call, result: Any) -> None:
         place = call.place
         if call.what == "state":
-            place.state = result
+            place.state, place.is_asked = result, False
         elif call.what == "probe":
             self.probe.hear(place.number, result)
         else:
@@ -237,8 +237,8 @@ class WorkerPool:
         now = self._ticked = time.monotonic()
         pause = max(_LOOK_SECONDS, len(self.places) / _LOOKS_PER_SECOND)
         for place in self.places:
-            if place.is_ready and now - place.looked >= pause:
-                place.looked = now
+            if place.is_ready and not place.is_asked and now - place.looked >= pause:
+                place.looked, place.is_asked = now, True
                 self._call(_Call("state", place, place.actor), place.actor.state.remote())
         if not self._waiting:
             idle = [place for place in self.places if not place.shards]
