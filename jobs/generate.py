@@ -109,7 +109,7 @@ def check_output(config: RunConfig) -> None:
     """Refuse a foreign or differing output folder, and a relative one inside a Ray job."""
     output = config.output
     in_ray_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    if in_ray_job and storage.is_local(output) and not storage.local_path(output).is_absolute():
+    if in_ray_job and storage.is_relative(output):
         raise InputError(
             f"output {output}: is relative, and a Ray job's folder is deleted with the job; "
             "give an absolute path or a URI"

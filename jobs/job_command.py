@@ -126,7 +126,7 @@ def _uploaded(config: str, upload: Upload) -> str:
 
 def _check_kept(what: str, output: str) -> None:
     """Refuse an output that is deleted with the job's folder."""
-    if _is_relative(output):
+    if storage.is_relative(output):
         raise InputError(
             f"{what} {output}: is relative, and a Ray job's folder is deleted with the job; "
             "give an absolute path or a URI"
@@ -135,7 +135,7 @@ def _check_kept(what: str, output: str) -> None:
 
 def _check_model(model: str, upload: Upload) -> None:
     """Refuse a model that is neither on the nodes, nor of the hub, nor uploaded."""
-    if not _is_relative(model) and storage.is_local(model):
+    if not storage.is_relative(model) and storage.is_local(model):
         return
     if Path(model).is_dir():
         files = [path for path in Path(model).rglob("*") if path.is_file()]
@@ -157,7 +157,7 @@ _MODEL = "give the absolute path of a folder that the head can read, or a hub id
 def _check_sources(what: str, names: Sequence[str], upload: Upload) -> None:
     """Refuse relative files that do not come along; others are the cluster's, and not seen from here."""
     for name in names:
-        if not _is_relative(name):
+        if not storage.is_relative(name):
             continue
         try:
             files = find_sources([name]).uris
@@ -169,7 +169,3 @@ def _check_sources(what: str, names: Sequence[str], upload: Upload) -> None:
                     f"{what} {file}: is not uploaded, as it lies outside the working folder "
                     f"{upload.folder} or an ignore file names it; {_REMEDY}"
                 )
-
-
-def _is_relative(uri: str) -> bool:
-    return storage.is_local(uri) and not storage.local_path(uri).is_absolute()

@@ -15,11 +15,13 @@ from ray._private import state
 from ray._private.services import canonicalize_bootstrap_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from jobs.cli import say
 from pipeline import storage
 from pipeline.cluster import WorkersConfig
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
 from pipeline.places import Kind, room_on
+from quant.store import working_nodes
 
 _SECONDS = 50.0  # For all nodes to say what they see.
 _REACH_SECONDS = 20.0  # For a head to answer.
@@ -139,21 +141,27 @@ def check_paths(config: RunConfig, model: Path, sources: Sequence[str]) -> None:
     Raises:
         InputError: a node does not see the output, the model or an input as this process does.
     """
-    nodes = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1]
     here = ray.get_runtime_context().get_node_id()
-    others = [node for node in nodes if node["NodeID"] != here]
+    others = [node for node in working_nodes() if node["NodeID"] != here]
     local = [uri for uri in sources if storage.is_local(uri)]
     paths = {"model": str(model)} | ({"input": local[0]} if local else {})
     if not others:
         return
+    if storage.is_relative(config.output):
+        raise InputError(
+            f"output {config.output}: is relative, and the cluster has several nodes; give an absolute "
+            "path that all of them see, or a URI"
+        )
     mark = storage.join(config.output, f".seen-{uuid.uuid4().hex}")
     if storage.is_local(config.output):
-        _check_absolute(config)
         storage.write_atomic(mark, b"")
         paths["output"] = mark
     try:
         looks = {_look_from(node, paths): node for node in others}
-        ended, _ = ray.wait(list(looks), num_returns=len(looks), timeout=_SECONDS)
+        ended, silent = ray.wait(list(looks), num_returns=len(looks), timeout=_SECONDS)
+        for look in silent:
+            node = looks[look]["NodeManagerHostname"]
+            say(f"node {node}: has not said within {_SECONDS:g} s whether it sees the files")
         for look in ended:
             if unseen := ray.get(look):
                 what, where = unseen[0], looks[look]["NodeManagerHostname"]
@@ -165,14 +173,6 @@ def check_paths(config: RunConfig, model: Path, sources: Sequence[str]) -> None:
     finally:
         if "output" in paths:
             storage.remove(mark)
-
-
-def _check_absolute(config: RunConfig) -> None:
-    if not storage.local_path(config.output).is_absolute():
-        raise InputError(
-            f"output {config.output}: is relative, and the cluster has several nodes; give an absolute "
-            "path that all of them see, or a URI"
-        )
 
 
 def _look_from(node: dict[str, Any], paths: dict[str, str]) -> "ray.ObjectRef[list[str]]":

@@ -90,8 +90,8 @@ def compare_tokens(one: str, other: str, *, by_plan: bool) -> Agreement:
         DamagedOutputError: a prompt shard cannot be read.
     """
     found = Agreement()
-    shards = sorted(list_parts(one).keys() | list_parts(other).keys())
     there = [set(list_parts(output)) for output in (one, other)]
+    shards = sorted(there[0] | there[1])
     left: tuple[list[_Samples], list[_Samples]] = ([], [])
     for number, shard in enumerate(shards):
         pair = [

@@ -149,11 +149,9 @@ def read_part(output: str, shard: str) -> tuple[pa.Table, bytes]:
 
 def find_part(output: str, shard: str, num_rows: int) -> PartReport | None:
     """The report of a part of so many rows that is in place and whole; None if there is none."""
-    if not storage.exists(part_uri(output, shard)):
-        return None
     try:
         report = read_report(output, shard)
-    except DamagedPartError:
+    except DamagedPartError:  # Missing, too.
         return None
     return report if report.num_rows == num_rows else None
 

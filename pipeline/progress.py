@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline import storage
 from pipeline.summary import Summary
-from workers.stats import AcceptanceStats
 
 if TYPE_CHECKING:
     from pipeline.places import Place
@@ -95,7 +94,7 @@ class Course:
     before: Summary = field(default_factory=Summary)
     total: Summary = field(default_factory=Summary)
     places: "Sequence[Place]" = ()
-    _told: dict[int, tuple[Any, Counter[str]]] = field(default_factory=dict)
+    _told: "dict[Place, tuple[Any, Counter[str]]]" = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
     _past: deque[tuple[float, int, int]] = field(default_factory=deque)
 
@@ -112,7 +111,7 @@ class Course:
         while now - self._past[0][0] > _WINDOW_SECONDS:
             self._past.popleft()
         is_over = self.phase in ENDED
-        stats = total.stats if is_over else self._stats()
+        length, rate = self._drafts()
         return Progress(
             at=round(now, 3),
             phase="generating" if self.phase == "starting" and num_tokens else self.phase,
@@ -122,8 +121,8 @@ class Course:
             num_errors=total.num_errors,
             num_generated_tokens=total.num_generated_tokens if is_over else num_tokens,
             tokens_per_second=round(self._mean() if is_over else self._pace(2), 1),
-            mean_acceptance_length=stats.mean_acceptance_length,
-            draft_acceptance_rate=stats.draft_acceptance_rate,
+            mean_acceptance_length=length,
+            draft_acceptance_rate=rate,
             seconds_left=None if is_over else self._seconds_left(num_samples),
             num_starting=0 if is_over else sum(not place.is_ready for place in self.places),
             workers=() if is_over else tuple(workers),
@@ -136,9 +135,9 @@ class Course:
             if (state := place.state) is None:
                 continue
             now = Counter(state.counts)
-            actor, before = self._told.get(id(place), (None, Counter()))
+            actor, before = self._told.get(place, (None, Counter()))
             self._counts += now - before if actor is place.actor else now
-            self._told[id(place)] = place.actor, now
+            self._told[place] = place.actor, now
             workers.append(
                 WorkerProgress(
                     state.name,
@@ -151,15 +150,13 @@ class Course:
             )
         return workers
 
-    def _stats(self) -> AcceptanceStats:
-        """Of all parts, or of what is under way as long as there are none."""
-        if self.total.stats.num_steps:
-            return self.total.stats
-        steps, accepted = self._counts["num_spec_steps"], self._counts["num_accepted_draft_tokens"]
-        # A histogram with the same mean; it is of no other use.
-        each, rest = divmod(accepted, max(steps, 1))
-        histogram = (0,) * each + (steps - rest, rest)
-        return AcceptanceStats(steps, self._counts["num_draft_tokens"], histogram)
+    def _drafts(self) -> tuple[float | None, float | None]:
+        """Acceptance length and rate of all parts, or of what is under way as long as there are none."""
+        stats, counts = self.total.stats, self._counts
+        if stats.num_steps or self.phase in ENDED or not counts["num_spec_steps"]:
+            return stats.mean_acceptance_length, stats.draft_acceptance_rate
+        accepted = counts["num_accepted_draft_tokens"]
+        return 1 + accepted / counts["num_spec_steps"], accepted / counts["num_draft_tokens"]
 
     def _mean(self) -> float:
         """Tokens a second of this run, as its parts have it."""

@@ -26,6 +26,11 @@ def is_local(uri: str) -> bool:
     return urlsplit(uri).scheme in ("", "file")
 
 
+def is_relative(uri: str) -> bool:
+    """Whether the location is a path that depends on where the process runs."""
+    return is_local(uri) and not local_path(uri).is_absolute()
+
+
 def local_path(uri: str) -> Path:
     """The path of a local location."""
     return Path(uri.removeprefix("file://")).expanduser()

@@ -68,7 +68,7 @@ class WeightsRef:
 
         The workers of a node that start at a time find them then. Returns what to keep until they do.
         """
-        nodes = _working_nodes()
+        nodes = working_nodes()
         if len(nodes) == 1:
             return []
         return [
@@ -113,7 +113,7 @@ def convert_to_store(
 
 def _check_stores(needed: int) -> None:
     """Every node may get a worker, and its store must hold the weights beside what passes through."""
-    for node in _working_nodes():
+    for node in working_nodes():
         size = int(node["Resources"].get("object_store_memory", 0))
         if needed > STORE_SHARE * size:
             raise CheckpointError(
@@ -125,7 +125,7 @@ def _check_stores(needed: int) -> None:
 
 def _check_memory(needed: int) -> None:
     """One node at least must be able to make the weights; Ray would wait for it for ever."""
-    nodes = _working_nodes()
+    nodes = working_nodes()
     most = max((int(node["Resources"].get("memory", 0)) for node in nodes), default=needed)
     if needed > most:
         raise CheckpointError(
@@ -134,7 +134,7 @@ def _check_memory(needed: int) -> None:
         )
 
 
-def _working_nodes() -> list[dict[str, Any]]:
+def working_nodes() -> list[dict[str, Any]]:
     """The nodes that may get work; a head without CPUs gets none."""
     return [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
 
